@@ -1,0 +1,1 @@
+"""From the store's frames to a client's socket."""

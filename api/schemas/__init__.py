@@ -1,0 +1,1 @@
+"""Request models and response builders, one module per resource."""

@@ -1,0 +1,1 @@
+"""What the API and the workers must agree on. Imports neither."""

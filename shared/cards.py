@@ -1,0 +1,42 @@
+"""Model cards: what the API knows of a model without having it.
+
+A worker writes its card at load; it stays after the last worker is gone. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One served model.
+
+    `context`: tokens of prompt and completion together. `vocab_size`: ids a client may name (the head may be
+    wider). `add_bos`: the tokenizer puts `bos_id` before a string. `end_ids`: ids that end a text.
+    `fingerprint`: changes with the weights, the engine or anything else that changes the numbers.
+    `unsupported`: extension fields that this engine refuses.
+    """
+
+    id: str
+    engine: str
+    context: int
+    vocab_size: int
+    lanes: int
+    fingerprint: str
+    aliases: tuple[str, ...] = ()
+    created: int = 0
+    add_bos: bool = False
+    bos_id: int | None = None
+    end_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    constraints: bool = True
+    unsupported: tuple[str, ...] = ()
+
+
+def encode(card: ModelCard) -> bytes:
+    return msgspec.json.encode(card)
+
+
+def decode(raw: bytes) -> ModelCard:
+    """Raises msgspec.ValidationError if the card is none; unknown fields are ignored."""
+    return msgspec.json.decode(raw, type=ModelCard)

@@ -1,0 +1,1 @@
+"""Model engines behind one interface (`base.py`). They import `generation` and `shared` only."""

@@ -1,0 +1,1 @@
+"""llama.cpp on the CPU through its C API."""
