@@ -1,0 +1,1 @@
+"""Interface only for now; see git history."""

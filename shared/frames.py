@@ -1,0 +1,140 @@
+"""Frames: what a worker says about a request, and how they lie in the log and travel on channels.
+
+A frame is named `{a}-{s}`: `a` is the attempt (the fence), `s` counts from 1 without holes over all attempts
+of one request. A log entry is a JSON array of frames; its stream id names the last one, the others count
+back. A channel message is an object from job id to `["a-s", [frame, ...]]`, the same names. Readers ignore
+fields they do not know. Knows nothing of Redis, HTTP or text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+#: Version of frames and jobs; a reader that meets a higher one leaves them alone.
+VERSION = 1
+
+#: One logprob entry on the wire: the token's own, and the best ones as [[id, logprob], ...], best first.
+Logprob = tuple[float, list[tuple[int, float]]]
+
+
+class Take(msgspec.Struct, tag_field="k", tag="take"):
+    """An attempt begins. Written by take.lua. `queued_ms`: since submission or the last hand-over."""
+
+    worker: str
+    queued_ms: int = 0
+
+
+class Start(msgspec.Struct, tag_field="k", tag="start", omit_defaults=True):
+    """Once a request, before any token. `echo`: the decoded prompts, only for echo of token prompts."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    echo: list[str] | None = None
+
+
+class Prompt(msgspec.Struct, tag_field="k", tag="prompt", omit_defaults=True, rename={"from_": "from"}):
+    """A piece of a prompt's logprobs, tokens `from` on; pieces stay below 64 KB."""
+
+    from_: int
+    lp: list[Logprob | None]
+    i: int = 0
+
+
+class Delta(msgspec.Struct, tag_field="k", tag="delta", omit_defaults=True):
+    """Tokens of choice `i`: every id sampled since its last delta, and the text that became final with them.
+
+    `n`: how many ids of the choice, since its first, have all their text out; absent = all. `lp`: one an id.
+    """
+
+    i: int
+    t: list[int]
+    text: str = ""
+    n: int | None = None
+    lp: list[Logprob] | None = None
+
+
+class Finish(msgspec.Struct, tag_field="k", tag="finish", omit_defaults=True):
+    """Choice `i` is done. `stop_reason`: the stop string or stop token id that did it."""
+
+    i: int
+    reason: str
+    stop_reason: str | int | None = None
+
+
+class End(msgspec.Struct, tag_field="k", tag="end", omit_defaults=True):
+    """The request is done: terminal. `usage` as in the API; `timings` in ms; `pick`: the candidates best_of keeps."""
+
+    usage: dict[str, Any]
+    timings: dict[str, float] = {}
+    pick: list[int] | None = None
+
+
+class Error(msgspec.Struct, tag_field="k", tag="error", omit_defaults=True):
+    """The request failed: terminal. `error` is the API's error object, `status` its HTTP status."""
+
+    error: dict[str, Any]
+    status: int
+    retryable: bool = False
+
+
+Frame = Take | Start | Prompt | Delta | Finish | End | Error
+TERMINAL = (End, Error)
+
+
+class Name(NamedTuple):
+    """A frame's name. Compares as (attempt, seq); (0, 0) is before every frame."""
+
+    a: int
+    s: int
+
+    def __str__(self) -> str:
+        return f"{self.a}-{self.s}"
+
+    @classmethod
+    def parse(cls, text: str) -> Name:
+        """Raises ValueError unless `text` is `a-s` in plain digits."""
+        a, dash, s = text.partition("-")
+        if not dash or not (a.isascii() and a.isdigit() and s.isascii() and s.isdigit()):
+            raise ValueError(f"not a frame name: {text!r}")
+        return cls(int(a), int(s))
+
+
+#: ["a-s", frames], in a channel message.
+Entry = tuple[str, list[Frame]]
+
+_encoder = msgspec.json.Encoder()
+_entry_decoder = msgspec.json.Decoder(list[Frame])
+_message_decoder = msgspec.json.Decoder(dict[str, int | Entry])
+
+
+def encode_frame(frame: Frame) -> bytes:
+    return _encoder.encode(frame)
+
+
+def encode_entry(frames: list[Frame]) -> bytes:
+    """A log entry's field `f`."""
+    return _encoder.encode(frames)
+
+
+def decode_entry(raw: bytes) -> list[Frame]:
+    """Raises msgspec.ValidationError or msgspec.DecodeError."""
+    return _entry_decoder.decode(raw)
+
+
+def message(entries: list[tuple[str, Name, bytes]]) -> bytes:
+    """A channel message of (job id, name of the last frame, encoded entry)."""
+    body = b",".join(b'"%b":["%b",%b]' % (job.encode(), str(name).encode(), raw) for job, name, raw in entries)
+    return b'{"v":%d,%b}' % (VERSION, body)
+
+
+def decode_message(raw: bytes) -> dict[str, tuple[Name, list[Frame]]]:
+    """Job id -> (name of the last frame, frames). Raises msgspec.ValidationError, msgspec.DecodeError, ValueError."""
+    decoded = _message_decoder.decode(raw)
+    return {job: (Name.parse(entry[0]), entry[1]) for job, entry in decoded.items() if not isinstance(entry, int)}
+
+
+def first_seq(last: Name, frames: list[Frame]) -> int:
+    """`s` of the first of `frames`, of which `last` names the last."""
+    return last.s - len(frames) + 1

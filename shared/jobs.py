@@ -1,0 +1,81 @@
+"""The job: one request as it travels through the queue.
+
+It is stored as the JSON arguments of an RQ job whose function name is the only one a worker accepts; nothing
+it names is ever imported. Knows nothing of HTTP and of the store.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from typing import Literal
+
+import msgspec
+
+from shared.errors import InvalidRequest
+from shared.sampling import SamplingParams
+
+#: The only function name a job may carry (RQ wants one; nothing is imported by it).
+FUNCTION = "sluice.completion"
+
+Class = Literal["interactive", "batch"]
+
+
+class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A checked request. Choices are prompt-major: index = prompt * n + j.
+
+    `max_tokens` None = all remaining context. `seed` is drawn at submission if the request had none.
+    `add_special` / `parse_special`: how string prompts are tokenised. `created`: s, the API's clock.
+    """
+
+    id: str
+    model: str
+    prompts: list[str | list[int]]
+    seed: int
+    created: int
+    kind: Literal["completion", "chat"] = "completion"
+    n: int = 1
+    best_of: int = 1
+    max_tokens: int | None = None
+    fit_max_tokens: bool = False
+    stop: list[str] = []
+    echo: bool = False
+    logprobs: int | None = None
+    add_special: bool = True
+    parse_special: bool = True
+    params: SamplingParams = SamplingParams()
+
+    @property
+    def choices(self) -> int:
+        """Candidates to generate, over all prompts."""
+        return len(self.prompts) * max(self.n, self.best_of)
+
+
+def new_id(prefix: str = "cmpl") -> str:
+    """128 random bits: ids are the only secret of a stream."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def new_seed() -> int:
+    """A seed for a request that brought none: 63 bits, never negative."""
+    return secrets.randbits(63)
+
+
+def to_rq(job: Job) -> bytes:
+    """RQ's `data` field: (function, instance, args, kwargs) by its JSON serializer, compressed as RQ does."""
+    return zlib.compress(msgspec.json.encode((FUNCTION, None, [job], {})), 1)
+
+
+def from_rq(data: bytes) -> Job:
+    """The job in RQ's `data` field. Raises InvalidRequest for anything else, whoever wrote it."""
+    try:
+        raw = zlib.decompress(data)
+    except zlib.error:
+        raw = data
+    try:
+        function, _, args, _ = msgspec.json.decode(raw, type=tuple[str, None, list[msgspec.Raw], dict[str, msgspec.Raw]])
+        if function != FUNCTION or len(args) != 1:
+            raise InvalidRequest("The job does not carry a Sluice request.")
+        return msgspec.json.decode(args[0], type=Job)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise InvalidRequest(f"The job is not readable: {error}") from None
