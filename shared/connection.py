@@ -1,0 +1,46 @@
+"""Connections to the store, set so that redis-py does nothing behind our back.
+
+redis-py 8 reads with a 5 s socket timeout and repeats a failed command up to ten times by itself; a repeated
+write can be a second write. Here every command is sent once and every blocking read is shorter than the socket
+timeout. Answers come as RESP2, whose shapes do not depend on the server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+#: Longest a socket may stay silent while an answer is due, s.
+SOCKET_TIMEOUT = 5.0
+#: Longest a blocking command may wait in the store, s; strictly below SOCKET_TIMEOUT.
+BLOCK_TIMEOUT = 2.0
+
+
+def _options() -> dict[str, Any]:
+    return {
+        "socket_timeout": SOCKET_TIMEOUT,
+        "socket_connect_timeout": SOCKET_TIMEOUT,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_error": [],
+        "protocol": 2,
+        "decode_responses": False,
+    }
+
+
+def connect(url: str, *, max_connections: int = 32) -> redis.Redis:
+    """A client with a bounded pool: callers beyond `max_connections` wait for a connection.
+
+    Raises ValueError for a URL that is none. Connects on first use."""
+    pool = redis.BlockingConnectionPool.from_url(url, max_connections=max_connections, timeout=SOCKET_TIMEOUT, **_options())
+    return redis.Redis(connection_pool=pool)
+
+
+def raw(url: str) -> Any:
+    """One connection of its own, not connected yet: a redis-py Connection (`send_packed_command`, `read_response`).
+
+    It logs in, selects the database and speaks TLS as the URL says; what is sent and read is the caller's."""
+    pool = redis.ConnectionPool.from_url(url, **_options())
+    return pool.make_connection()

@@ -1,0 +1,10 @@
+-- A process goes away in good order: its name, lease and figures with it. Its lanes are empty by then.
+-- ARGV  1 'worker' or 'proc'  2 name
+if ARGV[1] == 'worker' then
+  R('SREM', P .. 'workers', ARGV[2])
+  R('DEL', P .. 'lease:' .. ARGV[2], P .. 'stat:' .. ARGV[2])
+else
+  R('SREM', P .. 'procs', ARGV[2])
+  R('DEL', P .. 'alive:' .. ARGV[2])
+end
+return 1
