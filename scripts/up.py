@@ -1,0 +1,316 @@
+"""`sluice up`: store, API and workers on this machine. Turns options into programs for the supervisor.
+
+The one place that knows all the command lines. What it finds wrong before anything runs, it says with the way out
+(`CannotStart`). Scaling between MIN and MAX is not here yet: MIN workers run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts import carried_model, ports
+from scripts.child import Program
+from scripts.client import Client, ServerError, ServerUnreachable
+from scripts.store import (
+    DataFolder,
+    FolderInUse,
+    StoreRefused,
+    check_store,
+    server_binary,
+    server_command,
+    wait_until_answering,
+)
+from scripts.supervisor import Supervisor
+from shared.settings import Settings
+from shared.store_rules import without_password
+
+ENGINES = ("llamacpp", "exllamav2", "scripted")
+
+#: Package an engine needs, and how to get it.
+_NEEDS = {
+    "llamacpp": ("xllamacpp", "pip install -r requirements.txt"),
+    "exllamav2": ("exllamav2", "pip install -r requirements-gpu.txt"),
+}
+_ROOT = Path(__file__).parents[1]
+
+
+class CannotStart(Exception):
+    """`up` gives up before it is ready; the message says what to do."""
+
+
+@dataclass
+class Options:
+    """What `sluice up` was asked for. `models` go to the engines that take one, in order; `min_workers` is per engine."""
+
+    engines: Sequence[str] = ("llamacpp",)
+    models: Sequence[str] = ()
+    aliases: Sequence[str] = ()
+    min_workers: int = 1
+    max_workers: int = 1
+
+
+@dataclass
+class Pool:
+    """The workers of one engine and model. `model_id` is known where the command line says it."""
+
+    engine: str
+    model: str | None = None
+    aliases: list[str] = field(default_factory=list)
+
+    @property
+    def model_id(self) -> str | None:
+        if self.engine == "scripted":
+            return "scripted"
+        return None if self.model is None else split_model(self.model)[1]
+
+
+def split_model(text: str) -> tuple[Path, str | None]:
+    """`DIR` or `DIR=ID`; a path that exists as it stands is a path, whatever signs it has."""
+    if not Path(text).exists() and "=" in text:
+        folder, _, model_id = text.rpartition("=")
+        return Path(folder), model_id
+    return Path(text), None
+
+
+def parse_workers(text: str) -> tuple[int, int]:
+    """`MIN:MAX` or `N`. Raises CannotStart."""
+    low, colon, high = text.partition(":")
+    try:
+        pair = int(low), int(high if colon else low)
+    except ValueError:
+        pair = (-1, -1)
+    if not 0 <= pair[0] <= pair[1] <= 1024:
+        raise CannotStart(f"--workers {text}: give MIN:MAX, two numbers from 0 to 1024 such as 1:1, or one number.")
+    return pair
+
+
+def pools(options: Options) -> list[Pool]:
+    """Which pool gets which model and alias. Raises CannotStart."""
+    for engine in options.engines:
+        if engine not in ENGINES:
+            raise CannotStart(f"--engine {engine}: there is no such engine. There are: {', '.join(ENGINES)}.")
+    models = list(options.models)
+    made = [Pool(e) if e == "scripted" else Pool(e, models.pop(0) if models else None) for e in options.engines]
+    if models:
+        raise CannotStart(
+            f"--model {models[0]}: more models than engines that take one. Give --engine once for each model."
+        )
+    for pool in made:
+        if pool.engine == "exllamav2" and pool.model is None:
+            raise CannotStart("--engine exllamav2 needs --model DIR, a folder with an EXL2 or unquantised model.")
+        if pool.model is not None and not split_model(pool.model)[0].exists():
+            raise CannotStart(f"--model {pool.model}: there is no {split_model(pool.model)[0].absolute()}.")
+    for alias in options.aliases:
+        name, equals, target = alias.partition("=")
+        if not (name and equals and target):
+            raise CannotStart(f"--alias {alias}: give NAME=MODEL, the model's id last.")
+        takers = [p for p in made if p.model_id == target] or [p for p in made if p.model_id is None]
+        if not takers:
+            raise CannotStart(f"--alias {alias}: no model {target} is served by this run.")
+        for pool in takers:
+            pool.aliases.append(alias)
+    return made
+
+
+def up(options: Options, settings: Settings, report: Callable[[str], None] | None = None) -> int:
+    """Runs the stack until a signal ends it; returns the exit status. From the main thread. Raises CannotStart."""
+    log = Log()
+    made = pools(options)
+    _check_port(settings)
+    if options.min_workers:
+        _check_engines(made)
+        if any(pool.engine == "llamacpp" and pool.model is None for pool in made):
+            carried_model.ensure(settings.cache_dir)
+    try:
+        with ExitStack() as stack:
+            url, store = _store(settings, log, stack)
+            programs = [*store, _api(settings, url)]
+            if options.min_workers:
+                programs += [_worker(p, n, settings, url) for p, n in _numbered(made, options.min_workers)]
+            supervisor = stack.enter_context(Supervisor(programs, say=log.say, hear=log.hear, drain_s=settings.drain_s))
+            if store and not _start_store(supervisor, url):
+                return 0
+            expected = [pool.model_id for pool in made] if options.min_workers else []
+            ReadyWatch(settings, expected, log.say, report or log.say).start()
+            supervisor.run()
+            return 0
+    except (FolderInUse, StoreRefused) as error:
+        raise CannotStart(str(error)) from None
+
+
+class Log:
+    """Lines of several processes on one standard output, each with the name of whose it is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        self.hear("up", line)
+
+    def hear(self, name: str, line: str) -> None:
+        with self._lock:
+            try:
+                print(f"{name:<11} | {line}", flush=True)
+            except (OSError, ValueError):
+                # Nobody reads any more (a closed pipe or terminal): the children must not notice.
+                return
+
+
+class ReadyWatch(threading.Thread):
+    """Asks the API until it is ready and lists a model for each pool, then says so once."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        expected: Sequence[str | None],
+        say: Callable[[str], None],
+        report: Callable[[str], None],
+    ) -> None:
+        super().__init__(daemon=True, name="ready")
+        self._client = Client(base_url(settings), timeout_s=5)
+        self._expected = list(expected)
+        self._say = say
+        self._report = report
+        self._pause = threading.Event()
+
+    def run(self) -> None:
+        asked = 0
+        while (missing := self._missing()) is not None:
+            asked += 1
+            if asked % 150 == 0:
+                self._say(f"still waiting: {missing}")
+            self._pause.wait(0.2)
+
+    def _missing(self) -> str | None:
+        """What is not there yet; None once the ready line is out."""
+        try:
+            self._client.get("/ready")
+        except (ServerUnreachable, ServerError) as error:
+            return f"the API is not ready ({error})"
+        try:
+            listed = self._client.models()
+        except ServerError as error:
+            if error.status != 401:
+                return f"the list of models cannot be read ({error})"
+            self._report(f"ready: {self._client.url} (with an API key)")
+            return None
+        except ServerUnreachable as error:
+            return str(error)
+        known = {model for model in self._expected if model is not None}
+        if known - set(listed):
+            return "no worker serves " + ", ".join(sorted(known - set(listed)))
+        if len(set(listed) - known) < min(1, self._expected.count(None)):
+            return "the model is being loaded"
+        self._report(f"ready: {self._client.url} serves {', '.join(listed) or 'no model'}")
+        return None
+
+
+def base_url(settings: Settings) -> str:
+    """Where a client on this machine reaches the API."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+
+
+def _store(settings: Settings, log: Log, stack: ExitStack) -> tuple[str, list[Program]]:
+    """The store's URL, and its program if it is ours."""
+    if settings.redis_url is not None:
+        for warning in check_store(settings.redis_url):
+            log.say(f"warning: {warning}")
+        log.say(f"store: {without_password(settings.redis_url)}")
+        return settings.redis_url, []
+    folder = stack.enter_context(DataFolder(settings.data_dir))
+    command = server_command(server_binary(log.say), folder.socket)
+    log.say(f"store: {Path(command[0]).name}, data in {folder.path}")
+    return folder.url, [
+        Program("store", "store", lambda run: command, folder=folder.path, keep_fds=(folder.lock_fd,)),
+    ]
+
+
+def _start_store(supervisor: Supervisor, url: str) -> bool:
+    """Starts the first child and waits for it; False if a signal came first. Raises CannotStart."""
+    child = supervisor.children[0]
+    if supervisor.start(child) and wait_until_answering(url, lambda: supervisor.still_running(child)):
+        return True
+    if supervisor.stopping:
+        return False
+    ended = child.ended()
+    words = "; ".join(child.last_lines[-3:]) or "it said nothing"
+    raise CannotStart(f"The store does not start ({ended or 'no answer'}). Its last words: {words}")
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def _environment(settings: Settings, url: str) -> dict[str, str]:
+    """For children: the settings this process resolved, and our own packages first, whatever folder it was started in."""
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        "REDIS_URL": url,
+        "SLUICE_REDIS_URL": url,
+        "SLUICE_DATA_DIR": str(settings.data_dir.absolute()),
+        "SLUICE_CACHE_DIR": str(settings.cache_dir.absolute()),
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), inherited] if inherited else [str(_ROOT)]),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _api(settings: Settings, url: str) -> Program:
+    env = {
+        **_environment(settings, url),
+        "SLUICE_HOST": settings.host,
+        "SLUICE_PORT": str(settings.port),
+        "SLUICE_API_WORKERS": str(settings.api_workers),
+    }
+    return Program("api", "api", lambda run: _module("api"), env=env)
+
+
+def _worker(pool: Pool, name: str, settings: Settings, url: str) -> Program:
+    arguments = ["--engine", pool.engine]
+    if pool.model is not None:
+        arguments += ["--model", pool.model]
+    for alias in pool.aliases:
+        arguments += ["--alias", alias]
+    return Program(
+        name, "worker", lambda run: _module("workers", *arguments, "--name", run), env=_environment(settings, url)
+    )
+
+
+def _numbered(made: Sequence[Pool], each: int) -> list[tuple[Pool, str]]:
+    """`each` workers for each pool, named `engine-N`."""
+    count: dict[str, int] = {}
+    named = []
+    for pool in made:
+        for _ in range(each):
+            count[pool.engine] = count.get(pool.engine, 0) + 1
+            named.append((pool, f"{pool.engine}-{count[pool.engine]}"))
+    return named
+
+
+def _check_port(settings: Settings) -> None:
+    try:
+        if ports.is_free(settings.host, settings.port):
+            return
+    except OSError as error:
+        raise CannotStart(
+            f"Cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}."
+        ) from None
+    who = ports.owner(settings.port)
+    raise CannotStart(
+        f"Port {settings.port} is in use{f' by {who}' if who else ''}. Choose another one: --port {ports.any_free()}"
+    )
+
+
+def _check_engines(made: Sequence[Pool]) -> None:
+    for pool in made:
+        package, command = _NEEDS.get(pool.engine, (None, ""))
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise CannotStart(f"--engine {pool.engine} needs the package {package}: {sys.executable} -m {command}")
