@@ -94,7 +94,9 @@ class Gateway:
             owner, status, terminal = self._store.hmget(keys.job(job_id), "owner", "status", "terminal")
             if terminal or status != b"started" or not owner or self._store.exists(keys.lease(owner.decode())):
                 return
-            self._scripts.end(job_id, None, "api", error_frame(WorkerLost("The worker that had this request is gone.")), "failed")
+            self._scripts.end(
+                job_id, None, "api", error_frame(WorkerLost("The worker that had this request is gone.")), "failed"
+            )
         except redis.RedisError as error:
             log.warning("look_failed", job=job_id, error=str(error))
 
@@ -148,7 +150,9 @@ class Gateway:
         live: dict[str, int] = {}
         for worker in workers:
             live[worker["model"]] = live.get(worker["model"], 0) + 1
-        models = [{"id": c.id, "ready": bool(live.get(c.id)), "workers": live.get(c.id, 0)} for c in every if c.id in served]
+        models = [
+            {"id": c.id, "ready": bool(live.get(c.id)), "workers": live.get(c.id, 0)} for c in every if c.id in served
+        ]
         with _reaching_the_store():
             return {"models": models, "workers": workers, "queues": self._queues(every), "nodes": self._nodes()}
 
@@ -160,10 +164,13 @@ class Gateway:
             pipeline.zcard(f"rq:wip:{name}")
         counts = pipeline.execute()
         queues: dict[tuple[str, str], dict[str, Any]] = {
-            (card.id, "interactive"): {"model": card.id, "class": "interactive", "waiting": 0, "running": 0} for card in every
+            (card.id, "interactive"): {"model": card.id, "class": "interactive", "waiting": 0, "running": 0}
+            for card in every
         }
         for index, name in enumerate(names):
-            model, _, rest = name.rpartition(":")[0].rpartition(":") if name.count(":") >= 2 else (name, "", "interactive")
+            model, _, rest = (
+                name.rpartition(":")[0].rpartition(":") if name.count(":") >= 2 else (name, "", "interactive")
+            )
             row = queues.setdefault((model, rest), {"model": model, "class": rest, "waiting": 0, "running": 0})
             row["waiting"] += counts[2 * index]
             row["running"] += counts[2 * index + 1]
@@ -237,7 +244,9 @@ class Gateway:
         register, strays = True, set[str]()
         while True:
             try:
-                ids = self._scripts.beat("proc", self.proc, int(self._settings.orphan_grace_s * 1000), register=register)
+                ids = self._scripts.beat(
+                    "proc", self.proc, int(self._settings.orphan_grace_s * 1000), register=register
+                )
                 register = ids is None
                 if ids is not None:
                     here = following()

@@ -41,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers", description="Runs jobs of one model.")
     parser.add_argument("--engine", default="llamacpp", choices=("llamacpp", "exllamav2", "scripted"))
     parser.add_argument("--model", metavar="DIR[=ID]", help="model file or folder, and the id to serve it under")
-    parser.add_argument("--alias", metavar="A=ID", action="append", default=[], help="another name for the model; repeatable")
+    parser.add_argument(
+        "--alias", metavar="A=ID", action="append", default=[], help="another name for the model; repeatable"
+    )
     parser.add_argument("--name", help="name of this worker; must be new at each start")
     options = parser.parse_args(argv)
     settings = Settings()

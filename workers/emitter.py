@@ -96,6 +96,9 @@ class Emitter(threading.Thread):
         for _ in commands:
             try:
                 answers.append(self._connection.read_response(disable_decoding=True))
+            except redis.exceptions.NoScriptError as error:
+                self._connected = False  # the store forgot its scripts: load them again before the next round
+                answers.append(error)
             except redis.ResponseError as error:
                 answers.append(error)
         return answers
@@ -107,7 +110,9 @@ class Emitter(threading.Thread):
                 self._over(lane, False)
         lanes = [lane for lane in lanes if not lane.dropped]
         written = self._write(lanes)
-        ending = [lane for lane in lanes if lane.terminal and not lane.outbox and not lane.inflight and not lane.dropped]
+        ending = [
+            lane for lane in lanes if lane.terminal and not lane.outbox and not lane.inflight and not lane.dropped
+        ]
         self._publish_and_end(written, ending)
         return [lane for lane in lanes if not lane.dropped and (lane.outbox or lane.inflight or lane.terminal)]
 
@@ -127,8 +132,12 @@ class Emitter(threading.Thread):
             sending.append((lane, name, entry, plain))
             commands.append(_xadd(lane, name, entry) if plain else _emit(lane, name, entry))
         written: list[tuple[Lane, Name, bytes]] = []
-        for (lane, name, entry, plain), answer in zip(sending, self._exchange(commands) if commands else (), strict=True):
-            if isinstance(answer, redis.ResponseError):  # equal or smaller, out of memory, read only: emit.lua will tell
+        for (lane, name, entry, plain), answer in zip(
+            sending, self._exchange(commands) if commands else (), strict=True
+        ):
+            if isinstance(
+                answer, redis.ResponseError
+            ):  # equal or smaller, out of memory, read only: emit.lua will tell
                 log.info("write_refused", job=lane.job.id, error=str(answer))
                 lane.epoch = -1
                 if not plain:  # refused twice: the store takes nothing now
@@ -159,7 +168,9 @@ class Emitter(threading.Thread):
         for lane, name, entry in written:
             if lane.home:
                 homes[lane.home].append((lane.job.id, name, entry))
-        commands: list[Command] = [("PUBLISH", keys.node_channel(home), frames.message(entries)) for home, entries in homes.items()]
+        commands: list[Command] = [
+            ("PUBLISH", keys.node_channel(home), frames.message(entries)) for home, entries in homes.items()
+        ]
         commands += [self._end(lane) for lane in ending]
         if not commands:
             return
@@ -199,7 +210,18 @@ def _xadd(lane: Lane, name: Name, entry: bytes) -> Command:
 
 def _emit(lane: Lane, name: Name, entry: bytes) -> Command:
     before = lane.written
-    return ("EVALSHA", scripts.sha("emit"), "0", lane.job.id, str(name.a), str(name.s), str(before.a), str(before.s), entry, lane.home)
+    return (
+        "EVALSHA",
+        scripts.sha("emit"),
+        "0",
+        lane.job.id,
+        str(name.a),
+        str(name.s),
+        str(before.a),
+        str(before.s),
+        entry,
+        lane.home,
+    )
 
 
 def _lose(lane: Lane) -> None:

@@ -33,7 +33,13 @@ class EngineLoop(threading.Thread):
     `died` is called, once, from the loop's thread when the engine is beyond repair.
     """
 
-    def __init__(self, engine: Engine, progress: Progress, emit: Callable[[Iterable[Lane]], None], died: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        progress: Progress,
+        emit: Callable[[Iterable[Lane]], None],
+        died: Callable[[Exception], None],
+    ) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine = engine
         self._progress = progress
@@ -186,4 +192,6 @@ class EngineLoop(threading.Thread):
         now = time.monotonic()
         for lane in list(self._lanes.values()):
             if now > lane.deadline:
-                self._fail(lane.job.id, DeadlineExceeded("The request's deadline passed while it was running."), "failed")
+                self._fail(
+                    lane.job.id, DeadlineExceeded("The request's deadline passed while it was running."), "failed"
+                )

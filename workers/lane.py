@@ -32,7 +32,8 @@ def room_for(job: Job, prompt: Sequence[int], context: int) -> int:
     room = context - len(prompt)
     if room < 1:
         raise ContextLengthExceeded(
-            f"The model's context is {context} tokens, but the prompt has {len(prompt)} tokens and leaves no room.", param="prompt"
+            f"The model's context is {context} tokens, but the prompt has {len(prompt)} tokens and leaves no room.",
+            param="prompt",
         )
     if job.max_tokens is None:
         return room
@@ -84,7 +85,10 @@ class Lane:
         stops = StopStrings(job.stop)
         self._choices = [
             ChoiceState(
-                stops=stops, max_new=rooms[index // self._per_prompt], end_ids=end_ids, stop_token_ids=job.params.stop_token_ids
+                stops=stops,
+                max_new=rooms[index // self._per_prompt],
+                end_ids=end_ids,
+                stop_token_ids=job.params.stop_token_ids,
             )
             for index in range(job.choices)
         ]
@@ -193,7 +197,10 @@ class Lane:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         first = self._first_token or now
-        self.terminal = End(usage, {"first_token_ms": round((first - self._began) * 1e3, 1), "total_ms": round((now - self._began) * 1e3, 1)})
+        self.terminal = End(
+            usage,
+            {"first_token_ms": round((first - self._began) * 1e3, 1), "total_ms": round((now - self._began) * 1e3, 1)},
+        )
 
     def flush(self) -> None:
         """Ends a step: what its tokens gave becomes frames."""

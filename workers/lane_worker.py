@@ -84,7 +84,9 @@ class LaneWorker(SimpleWorker):
         self._exit_status = 0
         self._stat: dict[str, Any] = {}
         self._emitter = Emitter(url, self._name, self._lane_over)
-        self._control = Control(url, self._name, cancelled=self._cancelled, command=self._rq_command, resubscribed=self._compare_lanes)
+        self._control = Control(
+            url, self._name, cancelled=self._cancelled, command=self._rq_command, resubscribed=self._compare_lanes
+        )
         self._taker = Taker(
             url,
             self._name,
@@ -278,7 +280,12 @@ class LaneWorker(SimpleWorker):
     def _write_stat(self, *, force: bool = False) -> None:
         busy = len(self._lanes)
         state = WorkerStatus.BUSY if busy else WorkerStatus.IDLE
-        stat = {"model": self._card.id, "lanes": self._card.lanes, "draining": int(self._draining.is_set()), "pid": os.getpid()}
+        stat = {
+            "model": self._card.id,
+            "lanes": self._card.lanes,
+            "draining": int(self._draining.is_set()),
+            "pid": os.getpid(),
+        }
         stat["free"] = self._card.lanes - busy
         stat["tokens_per_second"] = self._stat.get("tokens_per_second", 0.0)
         if stat == self._stat and not force:
@@ -323,7 +330,9 @@ class LaneWorker(SimpleWorker):
         ttl = self._settings.result_ttl_s
         if isinstance(lane.terminal, End):
             value = {"choices": lane.result(), "usage": lane.terminal.usage}
-            Result.create(job, Result.Type.SUCCESSFUL, ttl, return_value=value, worker_name=self.name, pipeline=pipeline)
+            Result.create(
+                job, Result.Type.SUCCESSFUL, ttl, return_value=value, worker_name=self.name, pipeline=pipeline
+            )
             self.increment_successful_job_count(pipeline=pipeline)
         elif isinstance(lane.terminal, Error):
             Result.create_failure(job, ttl, lane.terminal.error["message"], worker_name=self.name, pipeline=pipeline)

@@ -106,7 +106,9 @@ class Taker(threading.Thread):
             self.freed.wait(1.0)
             return
         card = self._card
-        taken = self._scripts.take(self._worker(), free, card.lanes, card.id, card.fingerprint, self._late, self._timeout_ms)
+        taken = self._scripts.take(
+            self._worker(), free, card.lanes, card.id, card.fingerprint, self._late, self._timeout_ms
+        )
         if taken is None:
             self._retired()
             self._stopping.wait(RETRY)
