@@ -45,6 +45,7 @@ class Gateway:
         self._store: Any = store  # its stubs know both bytes and str answers; ours are bytes
         self._scripts = Scripts(store)
         self._settings = settings
+        self._left = threading.Event()
         self._known: tuple[float, list[ModelCard], set[str], list[dict[str, Any]]] | None = None
 
     # -- requests
@@ -235,6 +236,7 @@ class Gateway:
 
     def leave(self) -> None:
         """Takes this process off the list, at a clean stop."""
+        self._left.set()
         try:
             self._scripts.leave("proc", self.proc)
         except redis.RedisError as error:
@@ -242,7 +244,7 @@ class Gateway:
 
     def _heartbeat(self, following: Callable[[], set[str]]) -> None:
         register, strays = True, set[str]()
-        while True:
+        while not self._left.is_set():
             try:
                 ids = self._scripts.beat(
                     "proc", self.proc, int(self._settings.orphan_grace_s * 1000), register=register
@@ -258,7 +260,7 @@ class Gateway:
                 log.warning("heartbeat_failed", error=str(error))
             except Exception:
                 log.exception("heartbeat_failed")
-            time.sleep(0.1 if register else BEAT)
+            self._left.wait(0.1 if register else BEAT)
 
 
 class _reaching_the_store:
