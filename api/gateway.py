@@ -169,10 +169,9 @@ class Gateway:
             for card in every
         }
         for index, name in enumerate(names):
-            model, _, rest = (
-                name.rpartition(":")[0].rpartition(":") if name.count(":") >= 2 else (name, "", "interactive")
-            )
-            row = queues.setdefault((model, rest), {"model": model, "class": rest, "waiting": 0, "running": 0})
+            own = any(card.id == name for card in every)  # RQ's own list of a model; the others are model:class:tenant
+            model, klass = (name, "interactive") if own else name.rpartition(":")[0].rpartition(":")[::2]
+            row = queues.setdefault((model, klass), {"model": model, "class": klass, "waiting": 0, "running": 0})
             row["waiting"] += counts[2 * index]
             row["running"] += counts[2 * index + 1]
         return list(queues.values())
