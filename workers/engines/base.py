@@ -69,8 +69,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One sampled token. `piece` is its raw bytes: often no whole character; for an end token (`end`) what it
-    would print as, which is no part of the text."""
+    """One sampled token. `piece` is its raw bytes: often no whole character; for an end token or stop token id
+    (`end`) what it would print as, which is no part of the text."""
 
     id: str
     token: int

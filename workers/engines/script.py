@@ -24,9 +24,8 @@ FIRST_PIECE = 512
 VOCAB_SIZE = 65_536
 #: The head is wider than the vocabulary, as padded models' heads are: ids between are never sampled.
 HEAD_WIDTH = 65_600
-#: Raw logprobs: of what the script wants, and of ids 0, 1, 2 ... beside it (each one lower than the last).
+#: Raw logprob of what the script wants; the other ids have `other_logprob`.
 DEFAULT_LOGPROB = -0.5
-OTHERS_FROM = -10.0
 
 _WORD = re.compile(rb"\s*\S+|\s+")
 
@@ -139,12 +138,18 @@ def _script(fields: Fields) -> Script:
     )
 
 
+def other_logprob(token: int) -> float:
+    """Raw logprob of an id that the script does not want: -10, -11, -12 ... for ids 0, 1, 2 ...; never so low that a
+    bias of 100 could not make it the best."""
+    return max(-10.0 - token, -60.0)
+
+
 def highest_preferred(
     prefer: Sequence[int], params: SamplingParams, position: int, mask: Sequence[bool] | None = None
 ) -> tuple[int, float]:
     """The id with the highest logit and its raw logprob, for a script that prefers ids.
 
-    Raw values: the preferred ones from -0.5 down to above -1, id k otherwise -10 - k. Bias is added; out of the
+    Raw values: the preferred ones from -0.5 down to above -1, the others far below. Bias is added; out of the
     question are padded ids, a bias of -100, end and stop ids while `position` < min_tokens, the end id with
     ignore_eos, and what `mask` [vocab] does not allow. Raises InvalidRequest if that leaves nothing."""
     raw = {token: DEFAULT_LOGPROB - 0.5 * rank / len(prefer) for rank, token in reversed(list(enumerate(prefer)))}
@@ -161,7 +166,7 @@ def highest_preferred(
     candidates = [token for token in (*prefer, *bias) if possible(token)]
     # Of all the other ids the lowest one has the highest logit.
     candidates += [next((t for t in range(VOCAB_SIZE) if t not in raw and t not in bias and possible(t)), VOCAB_SIZE)]
-    best = max(candidates, key=lambda token: raw.get(token, OTHERS_FROM - token) + bias.get(token, 0.0))
+    best = max(candidates, key=lambda token: raw.get(token, other_logprob(token)) + bias.get(token, 0.0))
     if best == VOCAB_SIZE:
         raise InvalidRequest("Every token of the vocabulary is banned.", param="logit_bias")
-    return best, raw.get(best, OTHERS_FROM - best)
+    return best, raw.get(best, other_logprob(best))

@@ -39,10 +39,10 @@ from workers.engines.script import (
     END_ID,
     FIRST_PIECE,
     FIRST_SPECIAL,
-    OTHERS_FROM,
     VOCAB_SIZE,
     Script,
     highest_preferred,
+    other_logprob,
     read_script,
 )
 
@@ -69,7 +69,7 @@ def with_others(token: int, logprob: float, best: int) -> Logprob:
     """The logprob of `token` with the `best` best alternatives: itself, and ids 0, 1, 2 ... at -10, -11, -12 ..."""
     if best == 0:
         return logprob, []
-    others = [(other, OTHERS_FROM - other) for other in range(best + 1) if other != token]
+    others = [(other, other_logprob(other)) for other in range(best + 1) if other != token]
     return logprob, sorted([(token, logprob), *others], key=lambda entry: -entry[1])[:best]
 
 

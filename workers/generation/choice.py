@@ -87,12 +87,15 @@ class ChoiceState:
         text = self._utf8.feed(piece)
         # What comes behind half a character is inside it, unless it shows that there is none.
         begin = self._decoded + (1 if pending and text and not continues(pending, piece) else 0)
-        self._settle(text)
-        span = _Span(begin, None if self._utf8.pending else self._decoded)
-        self._open.append(span)
-        if span.end is None:
-            self._split.append(span)
-        released = self._release(text)
+        released = self._scan(text)
+        if not self._open and not self._utf8.pending and self._released == self._decoded:
+            self.out += 1
+        else:
+            span = _Span(begin, None if self._utf8.pending else self._decoded)
+            self._open.append(span)
+            if span.end is None:
+                self._split.append(span)
+            self._count()
         if self.finished is None and self.ids >= self._max_new:
             last = self._end(Finish("length"))
             return Released(released + last.text, last.out, last.finish)
@@ -109,37 +112,34 @@ class ChoiceState:
 
     def _end(self, finish: Finish) -> Released:
         """Flushes; if that completes a stop string, the stop string was first."""
-        text = self._utf8.flush()
-        self._settle(text)
-        released = self._release(text)
+        released = self._scan(self._utf8.flush())
         if self.finished is None:
             self.finished = finish
-            released += self._scanner.flush()
             self.out = self.ids
-            self._open.clear()
+            return Released(released + self._scanner.flush(), self.out, finish)
+        self._count()
         return Released(released, self.out, self.finished)
 
-    def _settle(self, text: str) -> None:
-        """Counts decoded text, whose first character is the one that split ids were waiting for."""
+    def _scan(self, text: str) -> str:
+        """Newly decoded text through the stop strings; a match finishes the choice. Returns what is released."""
         if text:
-            for span in self._split:
+            for span in self._split:  # they were waiting for the character that is now the first
                 span.end = self._decoded + 1
             self._split.clear()
-            self._decoded += len(text)
-
-    def _release(self, text: str) -> str:
-        """Through the stop strings; a match finishes the choice."""
+        self._decoded += len(text)
         released = self._scanner.feed(text)
         self._released += len(released)
-        matched = self._scanner.matched is not None
-        while self._open and (
-            self._open[0].begin < self._released
-            if matched
-            else self._open[0].end is not None and self._open[0].end <= self._released
-        ):
+        if self._scanner.matched is not None:
+            self.finished = Finish("stop", self._scanner.matched)
+        return released
+
+    def _count(self) -> None:
+        """Ids whose text is out leave the open ones; after a stop string, those whose text begins before it."""
+        while self._open:
+            first = self._open[0]
+            if self.finished is None and (first.end is None or first.end > self._released):
+                break
+            if self.finished is not None and first.begin >= self._released:
+                break
             self._open.popleft()
             self.out += 1
-        if matched:
-            self.finished = Finish("stop", self._scanner.matched)
-            self._open.clear()
-        return released

@@ -18,20 +18,25 @@ class Utf8Stream:
     that no longer can become a character are U+FFFD, those that still can are held back (at most three)."""
 
     def __init__(self) -> None:
+        #: The bytes held back: the beginning of one character. The next text begins with it, or with the one U+FFFD
+        #: that stands for it.
+        self.pending = b""
         self._decoder = _new_decoder("replace")
-
-    @property
-    def pending(self) -> bytes:
-        """The bytes held back: the beginning of one character. The next text begins with it, or with the one U+FFFD
-        that stands for it."""
-        return self._decoder.getstate()[0]
 
     def feed(self, piece: bytes) -> str:
         """The text that became final with `piece`."""
-        return self._decoder.decode(piece)
+        if not self.pending and piece.isascii():
+            return piece.decode()
+        text = self._decoder.decode(piece)
+        self.pending = self._decoder.getstate()[0]
+        if len(self.pending) == 2 and self.pending[0] == 0xED and self.pending[1] >= 0xA0:
+            # Half a surrogate can become no character, but CPython's decoder waits (for `surrogatepass`).
+            text += self.flush()
+        return text
 
     def flush(self) -> str:
         """The end of the stream: what was held back, as U+FFFD, or ""."""
+        self.pending = b""
         return self._decoder.decode(b"", True)
 
 
