@@ -48,7 +48,8 @@ def lane_of(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
 
 def _tokens(prompt: str | list[int], job: Job, card: ModelCard, engine: Engine) -> list[int]:
     if isinstance(prompt, str):
-        return engine.tokenize(prompt, add_special=job.add_special, parse_special=job.parse_special)
+        tokens = engine.tokenize(prompt, add_special=job.add_special, parse_special=job.parse_special)
+        return [card.bos_id] if not tokens and card.bos_id is not None else tokens
     if any(not 0 <= token < card.vocab_size for token in prompt):
         raise InvalidRequest(f"prompt has token ids outside the vocabulary of {card.vocab_size}.", param="prompt")
     return prompt
