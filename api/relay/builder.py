@@ -70,11 +70,14 @@ class CompletionBuilder:
         self.ended = False
         #: The frame that ended the request, if that was an error.
         self.error: Error | None = None
-        self._head = b'{"id":%b,"object":"text_completion","created":%d,"model":%b,"system_fingerprint":%b,"choices":[' % (
-            _encode(job.id),
-            job.created,
-            _encode(job.model),
-            _encode(fingerprint),
+        self._head = (
+            b'{"id":%b,"object":"text_completion","created":%d,"model":%b,"system_fingerprint":%b,"choices":['
+            % (
+                _encode(job.id),
+                job.created,
+                _encode(job.model),
+                _encode(fingerprint),
+            )
         )
         running = self._options.continuous_usage
         self._tail = b"}" if running or self._options.include_usage is not True else b',"usage":null}'
@@ -245,4 +248,6 @@ def _text(text: str) -> bytes:
     raw = _encode(text)
     if text.isascii():
         return raw
-    return raw.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    return (
+        raw.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    )

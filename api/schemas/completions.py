@@ -32,14 +32,14 @@ MAX_BEST_OF = 20
 class CompletionCall:
     """A checked request. `echo`: the prompts' text as sent, where it is known and wanted.
 
-    `announce_fit`: the client asked for max_tokens to be cut to what fits, and must be told what it became.
+    `fit_from`: the max_tokens that the client allowed to be cut to what fits; it must be told what became of it.
     """
 
     job: Job
     stream: bool
     stream_options: StreamOptions
     echo: tuple[str, ...] | None
-    announce_fit: bool
+    fit_from: int | None
 
 
 class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
@@ -114,8 +114,7 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
             parse_special=self.parse_special,
             params=params,
         )
-        announce = fit and self.max_tokens is not None
-        return CompletionCall(job, self.stream, options, echo if self.echo else None, announce)
+        return CompletionCall(job, self.stream, options, echo if self.echo else None, self.max_tokens if fit else None)
 
     def _check_choices(self, prompts: int, settings: Settings) -> None:
         best_of = self.n if self.best_of is None else self.best_of

@@ -12,9 +12,7 @@ Entry = tuple[Name, list[Frame]]
 
 
 def a_job(prompt: str = "p", *, prompts: int = 1, n: int = 1, echo: bool = False) -> Job:
-    return Job(
-        id="cmpl-1", model="m", prompts=[prompt] * prompts, seed=1, created=7, n=n, best_of=n, echo=echo
-    )
+    return Job(id="cmpl-1", model="m", prompts=[prompt] * prompts, seed=1, created=7, n=n, best_of=n, echo=echo)
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
@@ -63,7 +61,9 @@ def requests(draw: st.DrawFn) -> tuple[Job, list[Frame], list[str]]:
             alive.remove(i)
     start = frames[1]
     assert isinstance(start, Start)
-    frames.append(End({**usage(start.prompt_tokens, tokens), "prompt_tokens_details": {"cached_tokens": start.cached_tokens}}))
+    frames.append(
+        End({**usage(start.prompt_tokens, tokens), "prompt_tokens_details": {"cached_tokens": start.cached_tokens}})
+    )
     if job.echo:
         texts = [str(job.prompts[0]) + text for text in texts]
     return job, frames, texts

@@ -118,7 +118,14 @@ def test_usage_forms() -> None:
 
 def test_second_events_of_a_frame_are_numbered() -> None:
     builder = build(a_job(n=2, echo=True), StreamOptions(True))
-    frames: list[Frame] = [Take("w"), Start(1), Delta(0, [1], "x"), Finish(0, "stop"), Finish(1, "length"), End(usage(1, 1))]
+    frames: list[Frame] = [
+        Take("w"),
+        Start(1),
+        Delta(0, [1], "x"),
+        Finish(0, "stop"),
+        Finish(1, "length"),
+        End(usage(1, 1)),
+    ]
     events = run(builder, entries(frames, [2, 4]))
     assert [event.id for event in events] == ["5-2", "5-2.1", "5-3", "5-4", "6-6", "6-6.1"]
 
@@ -132,7 +139,13 @@ def test_echo_comes_first_and_once() -> None:
 def test_echo_of_token_prompts_comes_decoded() -> None:
     job = Job(id="cmpl-1", model="m", prompts=[[1, 2]], seed=1, created=7, echo=True)
     builder = CompletionBuilder(job, fingerprint="fp")
-    frames: list[Frame] = [Take("w"), Start(2, echo=["<s>a"]), Delta(0, [5], "b"), Finish(0, "length"), End(usage(2, 1))]
+    frames: list[Frame] = [
+        Take("w"),
+        Start(2, echo=["<s>a"]),
+        Delta(0, [5], "b"),
+        Finish(0, "length"),
+        End(usage(2, 1)),
+    ]
     run(builder, entries(frames, []))
     assert builder.response()["choices"][0]["text"] == "<s>ab"
 
@@ -172,5 +185,12 @@ def test_text_is_utf8_and_survives_any_line_splitter() -> None:
 
 def test_usage_left_out_by_the_worker_is_counted() -> None:
     """FB-030: tokens, not chunks."""
-    frames: list[Frame] = [Take("w"), Start(4, 2), Delta(0, [1, 2]), Delta(0, [3, 4, 5], "🌍"), Finish(0, "length"), End({})]
+    frames: list[Frame] = [
+        Take("w"),
+        Start(4, 2),
+        Delta(0, [1, 2]),
+        Delta(0, [3, 4, 5], "🌍"),
+        Finish(0, "length"),
+        End({}),
+    ]
     assert stream(frames)[-1]["usage"] == {**usage(4, 5), "prompt_tokens_details": {"cached_tokens": 2}}

@@ -144,14 +144,14 @@ def test_max_tokens_beyond_the_context() -> None:
         assert "context" in error.message and "100 tokens" in error.message and len(error.message) < 200
     assert "100000000" in refused({"max_tokens": 100_000_000}).message
     fitted = call({"prompt": "x", "max_tokens": 10**300, "fit_max_tokens": True})
-    assert (fitted.job.max_tokens, fitted.job.fit_max_tokens, fitted.announce_fit) == (99, True, True)
+    assert (fitted.job.max_tokens, fitted.job.fit_max_tokens, fitted.fit_from) == (99, True, 10**300)
     assert job(settings={"fit_max_tokens": True}, max_tokens=500).max_tokens == 99
     refused({"max_tokens": 500, "fit_max_tokens": False}, fit_max_tokens=True)
 
 
 def test_default_max_tokens_caps_the_absent_case_only() -> None:
     capped = call({"prompt": "x"}, default_max_tokens=16)
-    assert (capped.job.max_tokens, capped.job.fit_max_tokens, capped.announce_fit) == (16, True, False)
+    assert (capped.job.max_tokens, capped.job.fit_max_tokens, capped.fit_from) == (16, True, None)
     assert job(settings={"default_max_tokens": 16}, max_tokens=0).max_tokens is None
     assert job(settings={"default_max_tokens": 16}, max_tokens=20).max_tokens == 20
 

@@ -34,7 +34,21 @@ def test_any_bytes_give_an_object_or_invalid_json(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"{:", b"", b"  \n", b"[]", b"5", b'"x"', b"null", b"true", b'{"a":1', b'{"a":1} x', b'{"a":1,}', b"{'a':1}", b'{"a":01}'],
+    [
+        b"{:",
+        b"",
+        b"  \n",
+        b"[]",
+        b"5",
+        b'"x"',
+        b"null",
+        b"true",
+        b'{"a":1',
+        b'{"a":1} x',
+        b'{"a":1,}',
+        b"{'a':1}",
+        b'{"a":01}',
+    ],
 )
 def test_not_one_object(body: bytes) -> None:
     """FB-039"""
@@ -49,7 +63,9 @@ def test_duplicate_keys(body: bytes) -> None:
         parse(body)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 290 + "e50", "9" * 400 + ".0"])
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 290 + "e50", "9" * 400 + ".0"]
+)
 @pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty", "frequency_penalty"])
 def test_numbers_that_are_not_finite(field: str, number: str) -> None:
     """FB-014"""
@@ -82,7 +98,9 @@ def test_surrogate_pairs_are_characters() -> None:
     assert parse(rb'{"prompt":"\ud83c\udf0d"}') == {"prompt": "🌍"}
 
 
-@pytest.mark.parametrize("body", [b'\xef\xbb\xbf{"a":1}', b'{"a":"\xff"}', b'{"a":"\xed\xa0\x80"}', '{"a":1}'.encode("utf-16")])
+@pytest.mark.parametrize(
+    "body", [b'\xef\xbb\xbf{"a":1}', b'{"a":"\xff"}', b'{"a":"\xed\xa0\x80"}', '{"a":1}'.encode("utf-16")]
+)
 def test_only_plain_utf8(body: bytes) -> None:
     with pytest.raises(InvalidJson):
         parse(body)
