@@ -45,6 +45,7 @@ class Gateway:
         self._store: Any = store  # its stubs know both bytes and str answers; ours are bytes
         self._scripts = Scripts(store)
         self._settings = settings
+        self._left = threading.Event()
         self._known: tuple[float, list[ModelCard], set[str], list[dict[str, Any]]] | None = None
 
     # -- requests
@@ -94,7 +95,9 @@ class Gateway:
             owner, status, terminal = self._store.hmget(keys.job(job_id), "owner", "status", "terminal")
             if terminal or status != b"started" or not owner or self._store.exists(keys.lease(owner.decode())):
                 return
-            self._scripts.end(job_id, None, "api", error_frame(WorkerLost("The worker that had this request is gone.")), "failed")
+            self._scripts.end(
+                job_id, None, "api", error_frame(WorkerLost("The worker that had this request is gone.")), "failed"
+            )
         except redis.RedisError as error:
             log.warning("look_failed", job=job_id, error=str(error))
 
@@ -148,7 +151,9 @@ class Gateway:
         live: dict[str, int] = {}
         for worker in workers:
             live[worker["model"]] = live.get(worker["model"], 0) + 1
-        models = [{"id": c.id, "ready": bool(live.get(c.id)), "workers": live.get(c.id, 0)} for c in every if c.id in served]
+        models = [
+            {"id": c.id, "ready": bool(live.get(c.id)), "workers": live.get(c.id, 0)} for c in every if c.id in served
+        ]
         with _reaching_the_store():
             return {"models": models, "workers": workers, "queues": self._queues(every), "nodes": self._nodes()}
 
@@ -160,11 +165,13 @@ class Gateway:
             pipeline.zcard(f"rq:wip:{name}")
         counts = pipeline.execute()
         queues: dict[tuple[str, str], dict[str, Any]] = {
-            (card.id, "interactive"): {"model": card.id, "class": "interactive", "waiting": 0, "running": 0} for card in every
+            (card.id, "interactive"): {"model": card.id, "class": "interactive", "waiting": 0, "running": 0}
+            for card in every
         }
         for index, name in enumerate(names):
-            model, _, rest = name.rpartition(":")[0].rpartition(":") if name.count(":") >= 2 else (name, "", "interactive")
-            row = queues.setdefault((model, rest), {"model": model, "class": rest, "waiting": 0, "running": 0})
+            own = any(card.id == name for card in every)  # RQ's own list of a model; the others are model:class:tenant
+            model, klass = (name, "interactive") if own else name.rpartition(":")[0].rpartition(":")[::2]
+            row = queues.setdefault((model, klass), {"model": model, "class": klass, "waiting": 0, "running": 0})
             row["waiting"] += counts[2 * index]
             row["running"] += counts[2 * index + 1]
         return list(queues.values())
@@ -228,6 +235,7 @@ class Gateway:
 
     def leave(self) -> None:
         """Takes this process off the list, at a clean stop."""
+        self._left.set()
         try:
             self._scripts.leave("proc", self.proc)
         except redis.RedisError as error:
@@ -235,9 +243,11 @@ class Gateway:
 
     def _heartbeat(self, following: Callable[[], set[str]]) -> None:
         register, strays = True, set[str]()
-        while True:
+        while not self._left.is_set():
             try:
-                ids = self._scripts.beat("proc", self.proc, int(self._settings.orphan_grace_s * 1000), register=register)
+                ids = self._scripts.beat(
+                    "proc", self.proc, int(self._settings.orphan_grace_s * 1000), register=register
+                )
                 register = ids is None
                 if ids is not None:
                     here = following()
@@ -249,7 +259,7 @@ class Gateway:
                 log.warning("heartbeat_failed", error=str(error))
             except Exception:
                 log.exception("heartbeat_failed")
-            time.sleep(0.1 if register else BEAT)
+            self._left.wait(0.1 if register else BEAT)
 
 
 class _reaching_the_store:

@@ -34,7 +34,9 @@ def connect(url: str, *, max_connections: int = 32) -> redis.Redis:
     """A client with a bounded pool: callers beyond `max_connections` wait for a connection.
 
     Raises ValueError for a URL that is none. Connects on first use."""
-    pool = redis.BlockingConnectionPool.from_url(url, max_connections=max_connections, timeout=SOCKET_TIMEOUT, **_options())
+    pool = redis.BlockingConnectionPool.from_url(
+        url, max_connections=max_connections, timeout=SOCKET_TIMEOUT, **_options()
+    )
     return redis.Redis(connection_pool=pool)
 
 

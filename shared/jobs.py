@@ -73,7 +73,9 @@ def from_rq(data: bytes) -> Job:
     except zlib.error:
         raw = data
     try:
-        function, _, args, _ = msgspec.json.decode(raw, type=tuple[str, None, list[msgspec.Raw], dict[str, msgspec.Raw]])
+        function, _, args, _ = msgspec.json.decode(
+            raw, type=tuple[str, None, list[msgspec.Raw], dict[str, msgspec.Raw]]
+        )
         if function != FUNCTION or len(args) != 1:
             raise InvalidRequest("The job does not carry a Sluice request.")
         return msgspec.json.decode(args[0], type=Job)

@@ -61,9 +61,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise InvalidRequest(f"{name} must be from {low:g} to {high:g}.", param=name)
         for token, bias in self.logit_bias.items():
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"logit_bias: token id {token} is outside the vocabulary of {vocab_size}.", param="logit_bias")
+                raise InvalidRequest(
+                    f"logit_bias: token id {token} is outside the vocabulary of {vocab_size}.", param="logit_bias"
+                )
             if not math.isfinite(bias) or not BIAS_RANGE[0] <= bias <= BIAS_RANGE[1]:
                 raise InvalidRequest("logit_bias values must be from -100 to 100.", param="logit_bias")
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}.", param="stop_token_ids")
+                raise InvalidRequest(
+                    f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}.", param="stop_token_ids"
+                )

@@ -57,7 +57,9 @@ class Scripts:
         except redis.exceptions.NoScriptError:
             return self._store.eval(text(name), 0, *args)
 
-    def take(self, worker: str, free: int, lanes: int, model: str, fp: str, late: bytes, timeout_ms: int) -> list[Taken] | None:
+    def take(
+        self, worker: str, free: int, lanes: int, model: str, fp: str, late: bytes, timeout_ms: int
+    ) -> list[Taken] | None:
         """Jobs for the free lanes. None: this worker's name was retired."""
         answer = self.call("take", worker, free, lanes, model, fp, late, timeout_ms)
         if answer[0] == b"retired":

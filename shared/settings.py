@@ -21,7 +21,9 @@ def _cache_dir() -> Path:
 class Settings(BaseSettings):
     """The settings of one process. `Settings()` reads them; tests pass values by name."""
 
-    model_config = SettingsConfigDict(env_prefix="SLUICE_", toml_file="sluice.toml", extra="ignore", populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix="SLUICE_", toml_file="sluice.toml", extra="ignore", populate_by_name=True
+    )
 
     # Where things are
     redis_url: str | None = Field(
@@ -29,24 +31,44 @@ class Settings(BaseSettings):
         validation_alias=AliasChoices("SLUICE_REDIS_URL", "REDIS_URL", "redis_url"),
         description="The store (`redis://`, `rediss://`, `unix://`). Unset: `sluice up` starts a server of its own.",
     )
-    data_dir: Path = Field(Path(".sluice"), description="Where `sluice up` keeps the store's data and its lock. One `up` per folder.")
-    cache_dir: Path = Field(default_factory=_cache_dir, description="Downloaded and converted models (`~/.cache/sluice`).")
+    data_dir: Path = Field(
+        Path(".sluice"), description="Where `sluice up` keeps the store's data and its lock. One `up` per folder."
+    )
+    cache_dir: Path = Field(
+        default_factory=_cache_dir, description="Downloaded and converted models (`~/.cache/sluice`)."
+    )
     host: str = Field("127.0.0.1", description="Address the API listens on.")
     port: int = Field(8000, ge=1, le=65535, description="Port the API listens on.")
     api_workers: int = Field(1, ge=1, le=256, description="API processes of one `up`.")
 
     # Models and engines
-    default_model: str | None = Field(None, description="Model for requests that name none. Unset: the only one served.")
-    lanes: int | None = Field(None, ge=1, le=4096, description="Requests a worker runs at once. Unset: llamacpp 16, scripted 64.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the llamacpp engine. Unset: the cores this process may use.")
-    context_cells: int = Field(8192, ge=256, description="llamacpp: tokens of all running requests together (KV cells).")
-    context_length: int | None = Field(None, ge=16, description="llamacpp: longest prompt + completion of one request. Unset: the model's.")
+    default_model: str | None = Field(
+        None, description="Model for requests that name none. Unset: the only one served."
+    )
+    lanes: int | None = Field(
+        None, ge=1, le=4096, description="Requests a worker runs at once. Unset: llamacpp 16, scripted 64."
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of the llamacpp engine. Unset: the cores this process may use."
+    )
+    context_cells: int = Field(
+        8192, ge=256, description="llamacpp: tokens of all running requests together (KV cells)."
+    )
+    context_length: int | None = Field(
+        None, ge=16, description="llamacpp: longest prompt + completion of one request. Unset: the model's."
+    )
     batch_tokens: int = Field(512, ge=16, description="llamacpp: tokens decoded in one step, at most.")
-    prefill_chunk: int = Field(128, ge=16, description="llamacpp: prompt tokens in one step while other requests decode.")
-    libllama: Path | None = Field(None, description="llamacpp: another llama.cpp library than the one of the xllamacpp wheel.")
+    prefill_chunk: int = Field(
+        128, ge=16, description="llamacpp: prompt tokens in one step while other requests decode."
+    )
+    libllama: Path | None = Field(
+        None, description="llamacpp: another llama.cpp library than the one of the xllamacpp wheel."
+    )
 
     # What a request may ask
-    default_max_tokens: int | None = Field(None, ge=1, description="Cap where max_tokens is absent. Unset: all remaining context.")
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="Cap where max_tokens is absent. Unset: all remaining context."
+    )
     fit_max_tokens: bool = Field(False, description="Clamp a max_tokens that does not fit instead of answering 400.")
     max_body_bytes: int = Field(10_000_000, ge=1024, description="Largest request body.")
     max_prompts: int = Field(1024, ge=1, description="Prompts in one request.")
@@ -54,13 +76,21 @@ class Settings(BaseSettings):
     max_logprobs: int = Field(20, ge=0, description="Largest `logprobs`.")
     max_stops: int = Field(64, ge=1, description="Stop strings of one request.")
     max_logit_bias: int = Field(1024, ge=1, description="Entries of one logit_bias.")
-    strict_fields: bool = Field(False, description="Refuse unknown top-level fields instead of ignoring and naming them.")
-    allowed_hosts: list[str] = Field(default_factory=list, description="Host names that open mode answers to, besides the loopback ones.")
-    insecure: bool = Field(False, description="Listen on other than loopback addresses although no API key is configured.")
+    strict_fields: bool = Field(
+        False, description="Refuse unknown top-level fields instead of ignoring and naming them."
+    )
+    allowed_hosts: list[str] = Field(
+        default_factory=list, description="Host names that open mode answers to, besides the loopback ones."
+    )
+    insecure: bool = Field(
+        False, description="Listen on other than loopback addresses although no API key is configured."
+    )
 
     # Times, in seconds
     request_timeout_s: float = Field(3600, gt=0, description="A request's deadline, from its submission.")
-    cold_start_s: float = Field(120, gt=0, description="How long a request may wait for a worker that is being started.")
+    cold_start_s: float = Field(
+        120, gt=0, description="How long a request may wait for a worker that is being started."
+    )
     drain_s: float = Field(30, ge=0, description="How long a stopping process lets its running requests go on.")
     stall_s: float = Field(30, gt=0, description="A worker whose engine makes no step for this long exits.")
     lease_s: float = Field(6, gt=1, description="A worker not heard of for this long is dead.")

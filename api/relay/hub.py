@@ -59,13 +59,17 @@ class Subscription:
         """The next frames, in order, with the name of the last; None when `timeout` seconds passed without one.
 
         What lies ready of one attempt comes at once. Raises ClientGone, or the SluiceError that ended the stream."""
-        if not self._entries and not self._gone and not self._error:
+        until = time.monotonic() + timeout
+        while not (self._entries or self._gone or self._error):
             if self._behind:
                 self._behind = False
                 self._hub.repair_soon(self)
             self._ready.clear()
-            if not self._entries and not self._gone and not self._error:
-                self._ready.wait(timeout)
+            if self._entries or self._gone or self._error:
+                break
+            left = until - time.monotonic()
+            if left <= 0 or not self._ready.wait(left):
+                break
         if self._gone:
             raise ClientGone
         if not self._entries:

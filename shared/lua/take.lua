@@ -63,6 +63,7 @@ while free > 0 do
       R('ZADD', 'rq:wip:' .. origin, math.floor(seconds) + left + 60, name)
       R('SADD', 'rq:worker:' .. w .. ':executions', name)
       R('EXPIRE', 'rq:worker:' .. w .. ':executions', 600)
+      R('SADD', 'rq:workers:' .. origin, 'rq:worker:' .. w)
       R('HSET', P .. 'lanes:' .. w, id, A)
       tell(id, j[11], a, s + 1, frame)
       suspect = suspect or tonumber(j[4] or '0') > 0

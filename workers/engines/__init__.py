@@ -1,1 +1,42 @@
 """Model engines behind one interface (`base.py`). They import `generation` and `shared` only."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shared.errors import InvalidRequest
+from shared.settings import Settings
+from workers.engines.base import Engine
+
+
+def make(kind: str, model: str | None, settings: Settings) -> Engine:
+    """The engine of that kind for `model` ("DIR[=ID]"); the model is not loaded yet.
+
+    Engines are imported here and not before: each needs libraries that the others do without.
+    Raises OSError or SluiceError for what is missing on this machine."""
+    path, _, model_id = (model or "").partition("=")
+    if kind == "scripted":
+        from workers.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(lanes=settings.lanes or 64)
+    if kind == "llamacpp":
+        from workers.engines.llamacpp.carried import CARRIED_MODEL_ID, find_carried_model
+        from workers.engines.llamacpp.engine import LlamaCppEngine
+        from workers.engines.llamacpp.options import LlamaCppOptions
+
+        file = Path(path) if path else find_carried_model(settings.cache_dir)
+        if file is None:
+            raise FileNotFoundError(
+                f"no model: name one with --model FILE.gguf, or start with ./scripts/up, which fetches a small one into "
+                f"{settings.cache_dir}."
+            )
+        name = model_id or (model_name(file) if path else CARRIED_MODEL_ID)
+        return LlamaCppEngine(LlamaCppOptions.from_settings(settings, file, name))
+    raise InvalidRequest(f"The engine {kind!r} is not built in yet.")
+
+
+def model_name(path: Path) -> str:
+    """The id of a model that was given none: its file's name without the format (`Name.Q4_1.gguf` -> `Name`), or its
+    folder's."""
+    return re.sub(r"[.-](I?Q\d\w*|B?F16|F32)$", "", path.stem, flags=re.IGNORECASE) if path.suffix == ".gguf" else path.name

@@ -69,8 +69,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One sampled token. `piece` is its raw bytes: often no whole character; for an end token (`end`) what it
-    would print as, which is no part of the text."""
+    """One sampled token. `piece` is its raw bytes: often no whole character; for an end token or stop token id
+    (`end`) what it would print as, which is no part of the text."""
 
     id: str
     token: int
@@ -91,7 +91,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last event of a request that this engine could not run. The others go on."""
+    """The last event of a request that this engine could not run. The others go on. It comes without Started
+    if the request never got a lane."""
 
     id: str
     error: SluiceError
@@ -131,6 +132,11 @@ class Engine(ABC):
     @abstractmethod
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Raw bytes of the pieces, special tokens shown. Raises InvalidRequest for an id outside the vocabulary."""
+
+    def pieces(self, request: EngineRequest, tokens: Sequence[int]) -> list[bytes]:
+        """Raw bytes of each token by itself, as `Token.piece` had them when `request` sampled it: what a resume
+        replays ids with. Any thread. Raises InvalidRequest for an id outside the vocabulary."""
+        return [self.detokenize((token,)) for token in tokens]
 
     @abstractmethod
     def add(self, request: EngineRequest) -> None:

@@ -1,0 +1,518 @@
+"""What every engine must do, whatever its model: the suite of the interface in `workers/engines/base.py`.
+
+A `test_*.py` beside this file has a subclass of `EngineContract` and a module-wide fixture `engine_under_test`. Knows
+nothing of any engine beyond the interface and the few hints of `EngineUnderTest`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from shared.cards import ModelCard
+from shared.errors import ContextLengthExceeded, InvalidRequest
+from shared.sampling import SamplingParams
+from workers.engines.base import (
+    Engine,
+    EngineRequest,
+    Event,
+    Failed,
+    Finished,
+    Logprob,
+    PromptLogprobs,
+    Started,
+    Token,
+)
+
+#: The longest a request of this suite may take, s: a hanging engine fails instead of blocking the run.
+DEADLINE_S = 60.0
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine and what the suite must know of its model.
+
+    `make`: builds and loads one; the first serves all tests. `prompt`: runs at least 64 tokens before any end.
+    `ending_prompt`: ends by itself within 64 tokens, given a logit bias of 100 on the first end id.
+    `obedient_prompt`: its tokens obey bias, min_tokens and ignore_eos. `special`: a special token as written in
+    text; None = the model has none. `failing_prompt`: taken in, then Failed; None = there is no such prompt.
+    `repeats`: the same request gives the same tokens whatever runs beside it.
+    """
+
+    make: Callable[[], tuple[Engine, ModelCard]]
+    prompt: str
+    ending_prompt: str
+    obedient_prompt: str
+    special: str | None = None
+    failing_prompt: str | None = None
+    repeats: bool = True
+    engine: Engine = field(init=False)
+    card: ModelCard = field(init=False)
+
+    def request(self, name: str, *, text: str | None = None, max_new: int = 8, **fields: object) -> EngineRequest:
+        """A greedy request, unless `fields` say otherwise."""
+        prompt = self.engine.tokenize(self.prompt if text is None else text)
+        return EngineRequest(name, prompt, max_new, **{"seed": 1, "params": GREEDY, **fields})  # type: ignore[arg-type]
+
+    def run(self, *requests: EngineRequest) -> dict[str, list[Event]]:
+        """Adds the requests and steps to the end of all; the events of each, in a checked order."""
+        for request in requests:
+            self.engine.add(request)
+        events: dict[str, list[Event]] = {request.id: [] for request in requests}
+        self.step_until(lambda: all(over(of) for of in events.values()), events)
+        for of in events.values():
+            check_order(of)
+        return events
+
+    def step_until(self, done: Callable[[], bool], events: dict[str, list[Event]]) -> None:
+        """Steps until `done`, sorting the events by request; no event may be of any other one."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not done():
+            assert time.monotonic() < deadline, f"no end after {DEADLINE_S:g} s: {events}"
+            for event in self.engine.step():
+                events[event.id].append(event)
+
+
+@contextmanager
+def loaded(under_test: EngineUnderTest) -> Iterator[EngineUnderTest]:
+    """Loads the engine for the tests of a module, and closes it."""
+    under_test.engine, under_test.card = under_test.make()
+    yield under_test
+    under_test.engine.close()
+
+
+def over(events: list[Event]) -> bool:
+    return bool(events) and isinstance(events[-1], Finished | Failed)
+
+
+def check_order(events: list[Event]) -> None:
+    """Started, the prompt's logprobs without holes, the tokens, one last event; or Failed and no lane at all."""
+    kinds = [type(event) for event in events]
+    if kinds == [Failed]:
+        return
+    assert kinds[0] is Started
+    assert kinds[-1] in (Finished, Failed)
+    between = kinds[1:-1]
+    prompt = between.count(PromptLogprobs)
+    assert between == [PromptLogprobs] * prompt + [Token] * (len(between) - prompt)
+
+
+def tokens(events: list[Event]) -> list[Token]:
+    return [event for event in events if isinstance(event, Token)]
+
+
+def ids(events: list[Event]) -> list[int]:
+    return [event.token for event in tokens(events)]
+
+
+def finished(events: list[Event]) -> tuple[str, int | None]:
+    last = events[-1]
+    assert isinstance(last, Finished), last
+    return last.reason, last.stop_token
+
+
+def check_logprob(entry: Logprob, token: int, best: int, vocab_size: int) -> None:
+    """`best` alternatives, best first; the token's own number wherever it stands."""
+    own, top = entry
+    assert math.isfinite(own)
+    assert own <= 0
+    assert len(top) == best
+    assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+    assert len({other for other, _ in top}) == best
+    for other, value in top:
+        assert 0 <= other < vocab_size
+        assert math.isfinite(value)
+        assert value <= 0
+        if other == token:
+            assert value == own
+    if best and token not in {other for other, _ in top}:
+        assert own <= top[-1][1]
+
+
+class EngineContract:
+    """The tests. Each leaves the engine without requests."""
+
+    @pytest.fixture(autouse=True)
+    def _leaves_nothing_behind(self, engine_under_test: EngineUnderTest) -> Iterator[None]:
+        yield
+        engine = engine_under_test.engine
+        assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+
+    # Text and ids
+
+    def test_card_is_complete(self, engine_under_test: EngineUnderTest) -> None:
+        card = engine_under_test.card
+        assert card.id
+        assert card.engine
+        assert card.fingerprint
+        assert card.context > 0
+        assert card.lanes > 0
+        assert card.end_ids
+        assert all(0 <= token < card.vocab_size for token in card.end_ids)
+
+    @pytest.mark.parametrize(
+        "text",
+        ["Hello world", " Paris", "\n\n  two\n", "naïve 你好", "🌍👩\u200d🚀", "a\0b", "\ufffd", "x" * 300, "\t\r\n "],
+        ids=["plain", "leading-space", "newlines", "scripts", "emoji", "nul", "replacement", "long", "blank"],
+    )
+    def test_text_to_ids_and_back(self, engine_under_test: EngineUnderTest, text: str) -> None:
+        engine, card = engine_under_test.engine, engine_under_test.card
+        found = engine.tokenize(text, add_special=False)
+        assert all(0 <= token < card.vocab_size for token in found)
+        assert engine.detokenize(found) == text.encode()
+
+    def test_no_text_is_no_ids(self, engine_under_test: EngineUnderTest) -> None:
+        assert engine_under_test.engine.tokenize("", add_special=False) == []
+        assert engine_under_test.engine.detokenize([]) == b""
+
+    def test_bos_comes_once_if_the_model_has_one(self, engine_under_test: EngineUnderTest) -> None:
+        engine, card = engine_under_test.engine, engine_under_test.card
+        plain = engine.tokenize("Hello", add_special=False)
+        first = [card.bos_id] if card.add_bos else []
+        assert engine.tokenize("Hello") == first + plain
+        if card.add_bos and card.bos_id is not None:
+            written = engine.detokenize([card.bos_id]).decode() + "Hello"
+            assert engine.tokenize(written) == first + plain
+
+    def test_special_tokens_are_parsed_only_when_asked(self, engine_under_test: EngineUnderTest) -> None:
+        engine, special = engine_under_test.engine, engine_under_test.special
+        if special is None:
+            pytest.skip("the model has no special token that can be written")
+        parsed = engine.tokenize(f"a{special}b", add_special=False)
+        spelled = engine.tokenize(f"a{special}b", add_special=False, parse_special=False)
+        assert len(engine.tokenize(special, add_special=False)) == 1
+        assert set(engine.tokenize(special, add_special=False)) <= set(parsed)
+        assert not set(engine.tokenize(special, add_special=False)) & set(spelled)
+        assert engine.detokenize(parsed) == engine.detokenize(spelled) == f"a{special}b".encode()
+
+    def test_ids_outside_the_vocabulary_have_no_text(self, engine_under_test: EngineUnderTest) -> None:
+        for token in (-1, engine_under_test.card.vocab_size, 2**31):
+            with pytest.raises(InvalidRequest):
+                engine_under_test.engine.detokenize([token])
+
+    # A request's life
+
+    def test_events_come_in_order_with_one_last(self, engine_under_test: EngineUnderTest) -> None:
+        events = engine_under_test.run(engine_under_test.request("r"))["r"]
+        assert [type(event) for event in events] == [Started, *[Token] * 8, Finished]
+        assert engine_under_test.engine.step() == []
+
+    @pytest.mark.parametrize("max_new", [1, 2, 7, 40])
+    def test_max_new_is_exact(self, engine_under_test: EngineUnderTest, max_new: int) -> None:
+        events = engine_under_test.run(engine_under_test.request("r", max_new=max_new))["r"]
+        assert len(tokens(events)) == max_new
+        assert finished(events) == ("length", None)
+
+    def test_tokens_are_ids_with_their_own_bytes(self, engine_under_test: EngineUnderTest) -> None:
+        request = engine_under_test.request("r", max_new=16)
+        found = tokens(engine_under_test.run(request)["r"])
+        assert all(0 <= token.token < engine_under_test.card.vocab_size for token in found)
+        assert not any(token.end for token in found)
+        pieces = engine_under_test.engine.pieces(request, [token.token for token in found])
+        assert pieces == [token.piece for token in found]
+
+    def test_an_end_token_ends_and_counts(self, engine_under_test: EngineUnderTest) -> None:
+        end_ids = engine_under_test.card.end_ids
+        params = SamplingParams(temperature=0.0, logit_bias={end_ids[0]: 100.0})
+        request = engine_under_test.request("r", text=engine_under_test.ending_prompt, max_new=64, params=params)
+        events = engine_under_test.run(request)["r"]
+        assert finished(events) == ("stop", None)
+        assert tokens(events)[-1].token in end_ids
+        assert [token.end for token in tokens(events)] == [False] * (len(tokens(events)) - 1) + [True]
+
+    def test_an_end_token_as_the_last_allowed_is_a_stop(self, engine_under_test: EngineUnderTest) -> None:
+        """FB-024: the limit and the end in one token."""
+        params = SamplingParams(temperature=0.0, logit_bias={engine_under_test.card.end_ids[0]: 100.0})
+        text = engine_under_test.ending_prompt
+        count = len(
+            tokens(engine_under_test.run(engine_under_test.request("a", text=text, max_new=64, params=params))["a"])
+        )
+        events = engine_under_test.run(engine_under_test.request("b", text=text, max_new=count, params=params))["b"]
+        assert len(tokens(events)) == count
+        assert finished(events) == ("stop", None)
+
+    def test_a_stop_token_id_ends_and_is_named(self, engine_under_test: EngineUnderTest) -> None:
+        found = ids(engine_under_test.run(engine_under_test.request("a", max_new=12))["a"])
+        stop = next((token for i, token in enumerate(found) if i and token not in found[:i]), found[0])
+        params = SamplingParams(temperature=0.0, stop_token_ids=(stop,))
+        events = engine_under_test.run(engine_under_test.request("b", max_new=12, params=params))["b"]
+        assert finished(events) == ("stop", stop)
+        assert ids(events)[-1] == stop
+        assert [token.end for token in tokens(events)] == [False] * (len(tokens(events)) - 1) + [True]
+
+    def test_no_new_token_is_asked_for(self, engine_under_test: EngineUnderTest) -> None:
+        events = engine_under_test.run(engine_under_test.request("r", max_new=0))["r"]
+        assert tokens(events) == []
+        assert finished(events) == ("length", None)
+
+    def test_a_lone_id_is_a_prompt(self, engine_under_test: EngineUnderTest) -> None:
+        prompt = engine_under_test.engine.tokenize("a", add_special=False)[:1]
+        events = engine_under_test.run(EngineRequest("r", prompt, 1, seed=1, params=GREEDY))["r"]
+        assert len(tokens(events)) == 1
+
+    def test_the_context_may_be_filled_to_the_last_token(self, engine_under_test: EngineUnderTest) -> None:
+        request = engine_under_test.request("r")
+        room = engine_under_test.card.context - len(request.prompt)
+        engine_under_test.engine.add(engine_under_test.request("full", max_new=room))
+        engine_under_test.engine.cancel("full")
+        with pytest.raises(ContextLengthExceeded):
+            engine_under_test.engine.add(engine_under_test.request("over", max_new=room + 1))
+
+    # Sampling fields
+
+    def test_min_tokens_holds_the_end_back(self, engine_under_test: EngineUnderTest) -> None:
+        end = engine_under_test.card.end_ids[0]
+        params = SamplingParams(temperature=0.0, logit_bias={end: 100.0}, min_tokens=5)
+        request = engine_under_test.request("r", text=engine_under_test.obedient_prompt, max_new=16, params=params)
+        events = engine_under_test.run(request)["r"]
+        assert len(tokens(events)) == 6
+        assert ids(events)[-1] == end
+        assert finished(events) == ("stop", None)
+
+    def test_ignore_eos_runs_to_the_limit(self, engine_under_test: EngineUnderTest) -> None:
+        bias = dict.fromkeys(engine_under_test.card.end_ids, 100.0)
+        params = SamplingParams(temperature=0.0, logit_bias=bias, ignore_eos=True)
+        request = engine_under_test.request("r", text=engine_under_test.obedient_prompt, params=params)
+        events = engine_under_test.run(request)["r"]
+        assert len(tokens(events)) == 8
+        assert finished(events) == ("length", None)
+
+    def test_bias_bans_and_forces(self, engine_under_test: EngineUnderTest) -> None:
+        text = engine_under_test.obedient_prompt
+        first = ids(engine_under_test.run(engine_under_test.request("a", text=text, max_new=1))["a"])[0]
+        banned = SamplingParams(temperature=0.0, logit_bias={first: -100.0})
+        other = ids(engine_under_test.run(engine_under_test.request("b", text=text, max_new=1, params=banned))["b"])[0]
+        assert other != first
+        wanted = engine_under_test.engine.tokenize("z", add_special=False)[-1]
+        forced = SamplingParams(temperature=0.0, logit_bias={wanted: 100.0})
+        events = engine_under_test.run(engine_under_test.request("c", text=text, max_new=3, params=forced))["c"]
+        assert ids(events) == [wanted] * 3
+
+    # Logprobs
+
+    def test_no_logprobs_unless_asked(self, engine_under_test: EngineUnderTest) -> None:
+        events = engine_under_test.run(engine_under_test.request("r"))["r"]
+        assert all(token.logprob is None for token in tokens(events))
+        assert not any(isinstance(event, PromptLogprobs) for event in events)
+
+    @pytest.mark.parametrize("best", [0, 1, 5, 20])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_every_token_has_its_logprobs(
+        self, engine_under_test: EngineUnderTest, best: int, temperature: float
+    ) -> None:
+        params = SamplingParams(temperature=temperature)
+        events = engine_under_test.run(engine_under_test.request("r", logprobs=best, params=params))["r"]
+        for token in tokens(events):
+            assert token.logprob is not None
+            check_logprob(token.logprob, token.token, best, engine_under_test.card.vocab_size)
+            if best and temperature == 0.0:
+                assert token.logprob[1][0][0] == token.token, "greedy takes the best"
+
+    def test_an_end_token_has_logprobs(self, engine_under_test: EngineUnderTest) -> None:
+        params = SamplingParams(temperature=0.0, logit_bias={engine_under_test.card.end_ids[0]: 100.0})
+        text = engine_under_test.ending_prompt
+        request = engine_under_test.request("r", text=text, max_new=64, params=params, logprobs=2)
+        last = tokens(engine_under_test.run(request)["r"])[-1]
+        assert last.end
+        assert last.logprob is not None
+        check_logprob(last.logprob, last.token, 2, engine_under_test.card.vocab_size)
+
+    @pytest.mark.parametrize("max_new", [0, 3])
+    @pytest.mark.parametrize("best", [0, 3])
+    def test_prompt_logprobs_cover_the_prompt(
+        self, engine_under_test: EngineUnderTest, best: int, max_new: int
+    ) -> None:
+        """FB-008, FB-009: also when nothing is generated; the first token has none."""
+        request = engine_under_test.request("r", max_new=max_new, prompt_logprobs=best)
+        events = engine_under_test.run(request)["r"]
+        entries: list[Logprob | None] = []
+        for event in events:
+            if isinstance(event, PromptLogprobs):
+                assert event.start == len(entries)
+                entries += event.logprobs
+        assert len(entries) == len(request.prompt)
+        assert entries[0] is None
+        for token, entry in zip(request.prompt[1:], entries[1:], strict=True):
+            assert entry is not None
+            check_logprob(entry, token, best, engine_under_test.card.vocab_size)
+        assert len(tokens(events)) == max_new
+
+    # Side by side
+
+    def test_two_run_side_by_side(self, engine_under_test: EngineUnderTest) -> None:
+        engine = engine_under_test.engine
+        for name in ("a", "b"):
+            engine.add(engine_under_test.request(name, max_new=24))
+        events: dict[str, list[Event]] = {"a": [], "b": []}
+        engine_under_test.step_until(lambda: all(tokens(of) for of in events.values()), events)
+        assert not any(over(of) for of in events.values()), "one was over before the other had begun"
+        assert engine.stats().running == 2
+        engine_under_test.step_until(lambda: all(over(of) for of in events.values()), events)
+        assert [len(tokens(of)) for of in events.values()] == [24, 24]
+
+    def test_one_joins_while_another_runs(self, engine_under_test: EngineUnderTest) -> None:
+        engine = engine_under_test.engine
+        engine.add(engine_under_test.request("a", max_new=40))
+        events: dict[str, list[Event]] = {"a": [], "b": []}
+        engine_under_test.step_until(lambda: len(tokens(events["a"])) >= 3, events)
+        engine.add(engine_under_test.request("b", max_new=4))
+        engine_under_test.step_until(lambda: over(events["b"]), events)
+        assert not over(events["a"])
+        engine_under_test.step_until(lambda: over(events["a"]), events)
+        assert [len(tokens(of)) for of in events.values()] == [40, 4]
+        for of in events.values():
+            check_order(of)
+
+    def test_a_step_gives_a_request_one_token_at_most(self, engine_under_test: EngineUnderTest) -> None:
+        engine = engine_under_test.engine
+        engine.add(engine_under_test.request("a", max_new=12))
+        engine.add(engine_under_test.request("b", max_new=12))
+        deadline = time.monotonic() + DEADLINE_S
+        open_requests = {"a", "b"}
+        while open_requests and time.monotonic() < deadline:
+            step = engine.step()
+            for name in ("a", "b"):
+                assert len([event for event in step if isinstance(event, Token) and event.id == name]) <= 1
+            open_requests -= {event.id for event in step if isinstance(event, Finished | Failed)}
+        assert not open_requests
+
+    def test_neighbours_change_nothing(self, engine_under_test: EngineUnderTest) -> None:
+        if not engine_under_test.repeats:
+            pytest.skip("this engine's numbers depend on what runs beside")
+        params = SamplingParams(temperature=1.0)
+        alone = ids(engine_under_test.run(engine_under_test.request("x", max_new=12, params=params, seed=7))["x"])
+        requests = [engine_under_test.request(str(n), max_new=12, params=params, seed=n) for n in (6, 7)]
+        assert ids(engine_under_test.run(*requests)["7"]) == alone
+
+    def test_more_than_there_are_lanes_all_finish(self, engine_under_test: EngineUnderTest) -> None:
+        lanes = engine_under_test.card.lanes
+        requests = [engine_under_test.request(f"r{n}", max_new=3) for n in range(2 * lanes + 1)]
+        for request in requests:
+            engine_under_test.engine.add(request)
+        assert engine_under_test.engine.stats().waiting + engine_under_test.engine.stats().running == len(requests)
+        events: dict[str, list[Event]] = {request.id: [] for request in requests}
+
+        def all_over() -> bool:
+            assert engine_under_test.engine.stats().running <= lanes
+            return all(over(of) for of in events.values())
+
+        engine_under_test.step_until(all_over, events)
+        assert {len(tokens(of)) for of in events.values()} == {3}
+
+    # Going on behind what an earlier attempt sampled
+
+    @pytest.mark.parametrize("cut", [1, 5, 11])
+    def test_a_resume_goes_on_behind_what_was_generated(self, engine_under_test: EngineUnderTest, cut: int) -> None:
+        whole = ids(engine_under_test.run(engine_under_test.request("a", max_new=12))["a"])
+        events = engine_under_test.run(engine_under_test.request("b", max_new=12, generated=whole[:cut]))["b"]
+        assert len(tokens(events)) == 12 - cut
+        assert finished(events) == ("length", None)
+        if engine_under_test.repeats:
+            assert ids(events) == whole[cut:]
+
+    def test_a_resume_of_what_was_all_generated_only_finishes(self, engine_under_test: EngineUnderTest) -> None:
+        whole = ids(engine_under_test.run(engine_under_test.request("a", max_new=4))["a"])
+        events = engine_under_test.run(engine_under_test.request("b", max_new=4, generated=whole))["b"]
+        assert tokens(events) == []
+        assert finished(events) == ("length", None)
+
+    def test_a_resume_counts_min_tokens_from_the_first(self, engine_under_test: EngineUnderTest) -> None:
+        end = engine_under_test.card.end_ids[0]
+        params = SamplingParams(temperature=0.0, logit_bias={end: 100.0}, min_tokens=5)
+        text = engine_under_test.obedient_prompt
+        whole = ids(engine_under_test.run(engine_under_test.request("a", text=text, max_new=16, params=params))["a"])
+        request = engine_under_test.request("b", text=text, max_new=16, params=params, generated=whole[:3])
+        assert len(tokens(engine_under_test.run(request)["b"])) == 3
+
+    # Cancelling
+
+    def test_cancel_frees_the_lane_and_nothing_follows(self, engine_under_test: EngineUnderTest) -> None:
+        engine = engine_under_test.engine
+        engine.add(engine_under_test.request("gone", max_new=60))
+        engine.add(engine_under_test.request("stays", max_new=12))
+        events: dict[str, list[Event]] = {"gone": [], "stays": []}
+        engine_under_test.step_until(lambda: len(tokens(events["gone"])) >= 2, events)
+        engine.cancel("gone")
+        del events["gone"]  # any further event of it is now a KeyError
+        for event in engine.step():
+            events[event.id].append(event)
+        assert engine.stats().running == 1, "the lane is not free"
+        engine_under_test.step_until(lambda: over(events["stays"]), events)
+        assert len(tokens(events["stays"])) == 12
+        assert engine.stats().running == 0
+
+    def test_cancel_before_a_lane_was_free(self, engine_under_test: EngineUnderTest) -> None:
+        engine, lanes = engine_under_test.engine, engine_under_test.card.lanes
+        names = [f"r{n}" for n in range(lanes + 2)]
+        for name in names:
+            engine.add(engine_under_test.request(name, max_new=3))
+        events: dict[str, list[Event]] = {name: [] for name in names}
+        del events[names[-1]]
+        engine.cancel(names[-1])
+        engine_under_test.step_until(lambda: all(over(of) for of in events.values()), events)
+
+    def test_cancel_of_the_unknown_is_nothing(self, engine_under_test: EngineUnderTest) -> None:
+        engine_under_test.engine.cancel("nobody")
+        engine_under_test.run(engine_under_test.request("r"))
+        engine_under_test.engine.cancel("r")
+
+    def test_an_id_may_come_again_after_its_end(self, engine_under_test: EngineUnderTest) -> None:
+        engine = engine_under_test.engine
+        engine_under_test.run(engine_under_test.request("r", max_new=2))
+        engine.add(engine_under_test.request("r", max_new=60))
+        engine.step()
+        engine.cancel("r")
+        assert len(tokens(engine_under_test.run(engine_under_test.request("r", max_new=2))["r"])) == 2
+
+    # What cannot run
+
+    @pytest.mark.parametrize("wrong", ["empty", "above", "negative", "context", "generated", "bias", "stop"])
+    def test_a_wrong_request_is_refused_and_the_others_go_on(
+        self, engine_under_test: EngineUnderTest, wrong: str
+    ) -> None:
+        engine, card = engine_under_test.engine, engine_under_test.card
+        good = engine.tokenize("Hello")
+        requests = {
+            "empty": EngineRequest("bad", [], 4, seed=1),
+            "above": EngineRequest("bad", [*good, card.vocab_size], 4, seed=1),
+            "negative": EngineRequest("bad", [-1, *good], 4, seed=1),
+            "context": EngineRequest("bad", good, card.context, seed=1),
+            "generated": EngineRequest("bad", good, 4, seed=1, generated=[card.vocab_size]),
+            "bias": EngineRequest("bad", good, 4, seed=1, params=SamplingParams(logit_bias={card.vocab_size: 1.0})),
+            "stop": EngineRequest("bad", good, 4, seed=1, params=SamplingParams(stop_token_ids=(card.vocab_size,))),
+        }
+        engine.add(engine_under_test.request("other", max_new=12))
+        events: dict[str, list[Event]] = {"other": []}
+        engine_under_test.step_until(lambda: len(tokens(events["other"])) >= 2, events)
+        with pytest.raises(InvalidRequest):
+            engine.add(requests[wrong])
+        engine_under_test.step_until(lambda: over(events["other"]), events)
+        assert len(tokens(events["other"])) == 12
+
+    def test_one_that_fails_leaves_the_others(self, engine_under_test: EngineUnderTest) -> None:
+        if engine_under_test.failing_prompt is None:
+            pytest.skip("no prompt makes this engine fail")
+        bad = engine_under_test.request("bad", text=engine_under_test.failing_prompt)
+        events = engine_under_test.run(engine_under_test.request("a"), bad, engine_under_test.request("b"))
+        assert isinstance(events["bad"][-1], Failed)
+        assert [len(tokens(events[name])) for name in ("a", "b")] == [8, 8]
+
+    # Rest
+
+    def test_an_idle_step_comes_back_at_once(self, engine_under_test: EngineUnderTest) -> None:
+        began = time.monotonic()
+        assert [engine_under_test.engine.step() for _ in range(100)] == [[]] * 100
+        assert time.monotonic() - began < 1.0
+
+    def test_close_with_requests_running(self, engine_under_test: EngineUnderTest) -> None:
+        engine, card = engine_under_test.make()
+        assert card.fingerprint == engine_under_test.card.fingerprint
+        engine.add(EngineRequest("r", engine.tokenize(engine_under_test.prompt), 60, seed=1))
+        engine.step()
+        engine.close()

@@ -1,0 +1,329 @@
+"""The lane worker from outside: as RQ and its tools see it, and as the store is told."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rq.command import send_stop_job_command
+from rq.job import Job as RqJob
+from rq.job import JobStatus
+from rq.queue import Queue
+from rq.serializers import JSONSerializer
+from rq.worker import Worker as RqWorker
+
+from shared import keys
+from shared.errors import NoWorker, StoreUnavailable
+from shared.frames import Delta
+from shared.jobs import FUNCTION, Job, new_id
+from shared.scripts import Scripts
+from tests.conftest import Node, Store, Worker, script, wait_for
+
+ORIGIN = "scripted:interactive:default"
+SLOW = script("a ", repeat=0, delay_ms=30)
+
+Start = Callable[..., Worker]
+
+
+def queue(store: Store) -> Queue:
+    return Queue(ORIGIN, connection=store.client, serializer=JSONSerializer)
+
+
+def rq_job(store: Store, job_id: str) -> RqJob:
+    return RqJob.fetch(job_id, connection=store.client, serializer=JSONSerializer)
+
+
+def rq_info(store: Store, *options: str) -> str:
+    command = [sys.executable, "-m", "rq.cli", "info", "-u", store.url, "--raw", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_rq_sees_waiting_and_running_jobs_as_they_are(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker(lanes=16)
+    finished_before = queue(store).finished_job_registry.count
+    streams = [node.submit(SLOW, max_tokens=400) for _ in range(20)]
+    wait_for(lambda: queue(store).started_job_registry.count == 16)
+    for stream in streams[:16]:
+        stream.read(lambda stream: len(stream.tokens) >= 3)
+    assert queue(store).count == 4
+    info = rq_info(store)
+    assert f"queue {ORIGIN} 4, 16 executing, {finished_before} finished" in info
+    assert f"worker {worker.name}" in info and " busy " in info
+    running = {rq_job(store, stream.job.id).get_status() for stream in streams[:16]}
+    waiting = {rq_job(store, stream.job.id).get_status() for stream in streams[16:]}
+    assert (running, waiting) == ({JobStatus.STARTED}, {JobStatus.QUEUED})
+    (seen,) = [w for w in RqWorker.all(connection=store.client) if w.name == worker.name]
+    assert seen.current_execution_count == 16
+    assert rq_job(store, streams[0].job.id).worker_name == worker.name
+    for stream in streams:
+        stream.hang_up()
+    wait_for(lambda: queue(store).started_job_registry.count == 0 and queue(store).count == 0)
+    assert queue(store).canceled_job_registry.count >= 20
+
+
+def test_rqs_counting_of_registries_fails_no_running_job(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    stream = node.submit(script("x", repeat=40, delay_ms=20))
+    stream.read(lambda stream: stream.tokens)
+    for registry in (queue(store).started_job_registry, queue(store).failed_job_registry):
+        registry.cleanup()
+        assert registry.count >= 0
+    assert stream.read().text == "x" * 40
+
+
+def test_the_result_and_the_counters_are_rqs(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker()
+    stream = node.submit(script("a", "b")).read()
+    job = rq_job(store, stream.job.id)
+    result: Any = wait_for(job.latest_result)
+    assert result.return_value["choices"] == [{"index": 0, "text": "ab", "finish_reason": "stop"}]
+    assert result.return_value["usage"] == stream.end.usage
+    assert job.get_status() == JobStatus.FINISHED
+    assert job.id in queue(store).finished_job_registry
+    wait_for(lambda: "1 finished, 0 failed" in rq_info(store, "-W") and worker.name in rq_info(store, "-W"))
+
+
+def test_a_failed_job_is_failed_in_rq(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    stream = node.submit(script("a", "b", error_after=1)).read()
+    assert stream.text == "a" and stream.error is not None
+    wait_for(lambda: stream.job.id in queue(store).failed_job_registry)
+    result: Any = wait_for(lambda: rq_job(store, stream.job.id).latest_result())
+    assert result.type == result.Type.FAILED
+
+
+def test_stop_job_ends_that_lane_and_no_other(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    one, other = node.submit(SLOW), node.submit(script("b", repeat=40, delay_ms=30))
+    for stream in (one, other):
+        stream.read(lambda stream: stream.tokens)
+    began = time.monotonic()
+    send_stop_job_command(store.client, one.job.id, serializer=JSONSerializer)
+    one.read()
+    assert one.error is not None and one.error["code"] == "cancelled"
+    assert time.monotonic() - began < 1
+    assert rq_job(store, one.job.id).get_status() == JobStatus.STOPPED
+    assert other.read().text == "b" * 40
+
+
+def test_deadlines_end_running_and_waiting_jobs(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker(lanes=1)
+    node.settings.request_timeout_s = 1.5
+    running, waiting = node.submit(SLOW), node.submit(SLOW)
+    for stream in (running, waiting):
+        stream.read()
+        assert stream.error is not None and stream.error["code"] == "deadline_exceeded"
+    assert running.tokens and not waiting.tokens
+
+
+def test_sigterm_lets_running_jobs_finish_and_takes_no_more(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker(lanes=1)
+    running, waiting = node.submit(script("x", repeat=30, delay_ms=30)), node.submit(script("y"))
+    running.read(lambda stream: stream.tokens)
+    worker.process.send_signal(signal.SIGTERM)
+    assert running.read().text == "x" * 30
+    assert running.finish == "stop"
+    assert worker.process.wait(10) == 0
+    assert rq_job(store, waiting.job.id).get_status() == JobStatus.QUEUED
+    assert not store.client.sismember(keys.WORKERS, worker.name)
+    assert worker.name not in [w.name for w in RqWorker.all(connection=store.client)]
+    waiting.hang_up()
+
+
+def test_what_outlasts_the_drain_is_told_so(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker(drain_s=0.3)
+    stream = node.submit(SLOW)
+    stream.read(lambda stream: stream.tokens)
+    assert worker.stop() == 0
+    stream.read()
+    assert stream.error is not None and stream.error["code"] == "worker_shutdown"
+
+
+def test_an_idle_worker_drains_at_once(start_worker: Start) -> None:
+    worker = start_worker()
+    began = time.monotonic()
+    assert worker.stop() == 0
+    assert time.monotonic() - began < 4
+
+
+def test_the_lease_is_renewed_and_runs_out_after_a_kill(store: Store, start_worker: Start) -> None:
+    worker = start_worker(lease_s=2.5)
+    lease = keys.lease(worker.name)
+    until = time.monotonic() + 3.5
+    while time.monotonic() < until:
+        assert store.client.exists(lease)
+        os.sched_yield()
+    worker.kill()
+    wait_for(lambda: not store.client.exists(lease), 4)
+
+
+def test_a_worker_that_died_ends_its_streams_with_worker_lost(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker(lease_s=2)
+    stream = node.submit(SLOW)
+    stream.read(lambda stream: stream.tokens)
+    worker.kill()
+    stream.read()
+    assert stream.error is not None and stream.error["code"] == "worker_lost"
+
+
+def test_without_a_worker_a_request_is_refused_at_once(start_worker: Start, node: Node) -> None:
+    worker = start_worker()
+    job = node.submit(script("a")).read().job
+    assert worker.stop() == 0
+    wait_for(lambda: not node.gateway.status()["workers"])
+    with pytest.raises(NoWorker):
+        node.gateway.submit(msgspec.structs.replace(job, id=new_id()))
+
+
+class Canary:
+    """Unpickling this leaves a file behind."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("kind", ["pickle", "function", "garbage", "fields"])
+def test_a_job_that_somebody_else_wrote_runs_no_code(
+    kind: str, store: Store, start_worker: Start, tmp_path: Path
+) -> None:
+    start_worker()
+    canary = tmp_path / "canary"
+    data = {
+        "pickle": pickle.dumps(("os.system", None, (Canary(str(canary)),), {})),
+        "function": JSONSerializer.dumps(("os.system", None, [f"touch {canary}"], {})),
+        "garbage": b"\xff\x00",
+        "fields": JSONSerializer.dumps(("sluice.completion", None, [{"id": "x", "prompts": "no list"}], {})),
+    }[kind]
+    job_id = f"planted-{kind}"
+    store.client.hset(
+        f"rq:job:{job_id}", mapping={"data": zlib.compress(data), "status": "queued", "origin": "scripted"}
+    )
+    store.client.rpush("rq:queue:scripted", job_id)
+    store.client.lpush(keys.bell("scripted"), "1")
+    wait_for(lambda: store.client.hget(f"rq:job:{job_id}", "status") == b"failed")
+    assert not canary.exists()
+
+
+def test_a_job_that_rq_itself_enqueued_runs(store: Store, start_worker: Start) -> None:
+    start_worker()
+    request = Job(id="by-rq", model="scripted", prompts=[script("a", "b")], seed=1, created=0)
+    plain = Queue("scripted", connection=store.client, serializer=JSONSerializer)
+    plain.enqueue(FUNCTION, msgspec.to_builtins(request, str_keys=True), job_id="by-rq")
+    result: Any = wait_for(lambda: rq_job(store, "by-rq").latest_result())
+    assert result.return_value["choices"][0]["text"] == "ab"
+
+
+def test_a_take_whose_answer_was_lost_is_found_by_the_heartbeat(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker()
+    # Taken in the worker's name, by somebody else: the store thinks it runs there, the worker never heard of it.
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    stream = node.submit(script("a", "b"))
+    Scripts(store.client).take(worker.name, 1, 64, "scripted", "scripted-1", b"{}", 1000)
+    os.kill(worker.process.pid, signal.SIGCONT)
+    assert stream.read(timeout=20).text == "ab"
+    assert len({name.a for name in stream.names}) >= 2
+
+
+def test_an_overtaken_lane_is_refused_by_the_log_and_dropped(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    stream = node.submit(SLOW)
+    stream.read(lambda stream: stream.tokens)
+    wait_for(lambda: node.busy() == 1)
+
+    def overtake() -> bool:
+        last = store.client.xrevrange(keys.log(stream.job.id), count=1)[0][0].decode()
+        a, s = map(int, last.split("-"))
+        try:
+            store.client.xadd(keys.log(stream.job.id), {"f": '[{"k":"take","worker":"other"}]'}, id=f"{a + 5}-{s + 1}")
+        except Exception:
+            return False
+        return True
+
+    wait_for(overtake)
+    wait_for(lambda: node.busy() == 0)
+    last = store.client.xrevrange(keys.log(stream.job.id), count=1)[0]
+    assert b'"worker":"other"' in last[1][b"f"], "the old owner wrote after the take"
+
+
+def test_a_cancel_is_heard_after_the_subscription_was_killed(store: Store, start_worker: Start, node: Node) -> None:
+    """FB-021's kind: the command thread survives a broken subscription."""
+    start_worker()
+    store.client.client_kill_filter(_type="pubsub")
+    stream = node.submit(SLOW)
+    stream.read(lambda stream: stream.tokens)
+    store.client.client_kill_filter(_type="pubsub")
+    stream.hang_up()
+    wait_for(lambda: node.busy() == 0, 2)
+
+
+def test_cut_connections_cost_no_token(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    words = [f"w{i} " for i in range(60)]
+    streams = [node.submit(script(*words, delay_ms=25)) for _ in range(4)]
+    for cut in (5, 20, 40):
+        streams[0].read(lambda stream, cut=cut: len(stream.tokens) >= cut)
+        store.client.client_kill_filter(_type="normal", skipme=True)
+    for stream in streams:
+        assert stream.read().text == "".join(words)
+        assert stream.tokens == [512 + i for i in range(60)] + [257]
+
+
+def test_a_full_store_lets_running_streams_finish(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    stream = node.submit(script("x", repeat=60, delay_ms=20))
+    stream.read(lambda stream: stream.tokens)
+    store.client.config_set("maxmemory", "1mb")
+    try:
+        with pytest.raises(StoreUnavailable):
+            node.submit(script("y"))
+        assert stream.read().text == "x" * 60
+        assert stream.finish == "stop"
+    finally:
+        store.client.config_set("maxmemory", "0")
+
+
+def test_nothing_is_left_of_ended_requests_but_log_and_result(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker()
+    before = set(store.client.keys("*"))
+    streams = [node.submit(script("a", "b")).read() for _ in range(5)]
+    wait_for(lambda: not store.client.exists(keys.lanes(worker.name)))
+    wait_for(lambda: not store.client.exists(keys.attached(node.gateway.proc)))
+    new = set(store.client.keys("*")) - before
+    ids = {stream.job.id.encode() for stream in streams}
+    left = [key for key in new if not any(job_id in key for job_id in ids)]
+    assert not [key for key in left if not key.startswith((b"rq:", b"sluice:bell"))], left
+    for key in new:
+        if any(job_id in key for job_id in ids):
+            assert store.client.ttl(key) > 0, key
+
+
+def test_every_delta_was_logged_before_it_was_published(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    stream = node.submit(script("x", repeat=20, delay_ms=5))
+    seen = 0
+    while not stream.ended:
+        stream.read(lambda stream, seen=seen: len(stream.frames) > seen)
+        seen = len(stream.frames)
+        top = store.client.xrevrange(keys.log(stream.job.id), count=1)[0][0].decode()
+        assert int(top.split("-")[1]) >= stream.names[-1].s
+    assert sum(isinstance(frame, Delta) for frame in stream.frames) == 21
+
+
+def test_scripts_are_loaded_again_by_a_store_that_forgot_them(store: Store, start_worker: Start, node: Node) -> None:
+    start_worker()
+    node.submit(script("a")).read()
+    store.client.script_flush()
+    assert node.submit(script("a", "b")).read().text == "ab"

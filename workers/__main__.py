@@ -1,0 +1,78 @@
+"""`python -m workers`: one model, one engine, one worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterable
+
+import msgspec
+import structlog
+
+from shared import logs
+from shared.cards import ModelCard
+from shared.errors import SluiceError
+from shared.settings import Settings
+from workers.engine_loop import EngineLoop
+from workers.engines import make
+from workers.lane import Lane
+from workers.lane_worker import LaneWorker
+from workers.progress import load_progress
+
+log = structlog.get_logger(__name__)
+
+
+def with_aliases(card: ModelCard, aliases: list[str]) -> ModelCard:
+    """The card with those of the aliases (NAME=MODEL_ID) that name it. Raises ValueError for one that is none."""
+    names = list(card.aliases)
+    for alias in aliases:
+        name, equals, target = alias.partition("=")
+        if not (name and equals and target):
+            raise ValueError(f"--alias {alias!r}: write it as NAME=MODEL_ID.")
+        if target == card.id:
+            names.append(name)
+    return msgspec.structs.replace(card, aliases=tuple(names))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a worker until it is told to stop. Exit status 2: it could not start, and said what to do."""
+    parser = argparse.ArgumentParser(prog="python -m workers", description="Runs jobs of one model.")
+    parser.add_argument("--engine", default="llamacpp", choices=("llamacpp", "exllamav2", "scripted"))
+    parser.add_argument("--model", metavar="DIR[=ID]", help="model file or folder, and the id to serve it under")
+    parser.add_argument(
+        "--alias", metavar="A=ID", action="append", default=[], help="another name for the model; repeatable"
+    )
+    parser.add_argument("--name", help="name of this worker; must be new at each start")
+    options = parser.parse_args(argv)
+    settings = Settings()
+    logs.configure(settings.log_level, process="worker")
+    if not settings.redis_url:
+        print("REDIS_URL is not set: start everything with `sluice up`, or set it to the store's URL.", file=sys.stderr)
+        return 2
+    name = options.name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
+    worker: LaneWorker | None = None
+
+    def emit(lanes: Iterable[Lane]) -> None:
+        assert worker is not None
+        worker.emit(lanes)
+
+    def died(error: Exception) -> None:
+        assert worker is not None
+        worker.engine_died(error)
+
+    try:
+        with load_progress() as progress:
+            loop = EngineLoop(make(options.engine, options.model, settings), progress, emit, died)
+            loop.start()
+            card = with_aliases(loop.wait_loaded(), options.alias)
+    except (SluiceError, OSError, ValueError) as error:
+        print(f"The {options.engine} engine could not start: {error}", file=sys.stderr)
+        return 2
+    worker = LaneWorker(loop, card, settings, settings.redis_url, name=name)
+    return worker.work()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Carries frames from the lanes into the store: one thread, one connection, two round trips a step.
+
+First one XADD a lane with all its frames since the last; then, for what was accepted, one PUBLISH a home channel
+and the ends. The log's ids are the fence: a lane that was overtaken is refused by the store itself. A lane's
+first write on a new connection, and any after an error, goes through emit.lua, which adds only behind the very
+frame that the lane wrote last. Knows nothing of engines and tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import hiredis
+import redis
+import structlog
+
+from shared import connection, frames, keys, scripts
+from shared.errors import LogLost
+from shared.frames import Error, Name
+from workers.lane import Lane
+
+log = structlog.get_logger(__name__)
+
+#: Pause between attempts to reach the store, s.
+RETRY = 0.2
+
+Command = tuple[Any, ...]
+
+
+class Emitter(threading.Thread):
+    """`over(lane, won)` is called from this thread when a lane has said its last: `won` if its end is the request's.
+
+    `worker` is a function because a worker that was retired goes on under a new name.
+    """
+
+    def __init__(self, url: str, worker: Callable[[], str], over: Callable[[Lane, bool], None]) -> None:
+        super().__init__(name="emitter", daemon=True)
+        self._connection = connection.raw(url)
+        self._connected = False
+        self._worker = worker
+        self._over = over
+        self._dirty: dict[Lane, None] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        #: Counts connections; a lane that wrote on this one may add without emit.lua.
+        self._epoch = 0
+
+    def notify(self, lanes: Iterable[Lane]) -> None:
+        """These lanes have something to say. Never blocks on the store."""
+        with self._lock:
+            self._dirty.update(dict.fromkeys(lanes))
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            with self._lock:
+                work, self._dirty = list(self._dirty), {}
+            if not work:
+                continue
+            try:
+                self._connect()
+                self.notify(self._round(work))
+            except (redis.RedisError, OSError) as error:
+                log.warning("store_lost", error=str(error), lanes=len(work))
+                self._connection.disconnect()
+                self._connected = False
+                self.notify(work)
+                self._stopping.wait(RETRY)
+            except Exception:
+                log.exception("emitter_failed")
+                self.notify(work)
+                self._stopping.wait(RETRY)
+
+    def _connect(self) -> None:
+        if self._connected:
+            return
+        self._connection.connect()
+        self._epoch += 1
+        self._exchange([("SCRIPT", "LOAD", scripts.text(name)) for name in ("emit", "end")])
+        self._connected = True
+
+    def _exchange(self, commands: list[Command]) -> list[Any]:
+        """Sends all, then reads an answer each; an error answer is returned, not raised."""
+        self._connection.send_packed_command([b"".join([hiredis.pack_command(command) for command in commands])])
+        answers: list[Any] = []
+        for _ in commands:
+            try:
+                answers.append(self._connection.read_response(disable_decoding=True))
+            except redis.exceptions.NoScriptError as error:
+                self._connected = False  # the store forgot its scripts: load them again before the next round
+                answers.append(error)
+            except redis.ResponseError as error:
+                answers.append(error)
+        return answers
+
+    def _round(self, lanes: list[Lane]) -> list[Lane]:
+        """Writes what the lanes have; returns those that have more to do."""
+        for lane in lanes:
+            if lane.dropped:
+                self._over(lane, False)
+        lanes = [lane for lane in lanes if not lane.dropped]
+        written = self._write(lanes)
+        ending = [
+            lane for lane in lanes if lane.terminal and not lane.outbox and not lane.inflight and not lane.dropped
+        ]
+        self._publish_and_end(written, ending)
+        return [lane for lane in lanes if not lane.dropped and (lane.outbox or lane.inflight or lane.terminal)]
+
+    # -- first round trip
+
+    def _write(self, lanes: list[Lane]) -> list[tuple[Lane, Name, bytes]]:
+        """Adds the lanes' entries; returns those that must be published."""
+        sending: list[tuple[Lane, Name, bytes, bool]] = []
+        commands: list[Command] = []
+        for lane in lanes:
+            if lane.inflight is None and lane.outbox:
+                lane.inflight = _next_entry(lane)
+            if lane.inflight is None:
+                continue
+            name, entry = lane.inflight
+            plain = lane.epoch == self._epoch
+            sending.append((lane, name, entry, plain))
+            commands.append(_xadd(lane, name, entry) if plain else _emit(lane, name, entry))
+        written: list[tuple[Lane, Name, bytes]] = []
+        for (lane, name, entry, plain), answer in zip(
+            sending, self._exchange(commands) if commands else (), strict=True
+        ):
+            if isinstance(
+                answer, redis.ResponseError
+            ):  # equal or smaller, out of memory, read only: emit.lua will tell
+                log.info("write_refused", job=lane.job.id, error=str(answer))
+                lane.epoch = -1
+                if not plain:  # refused twice: the store takes nothing now
+                    self._stopping.wait(RETRY)
+            elif plain or answer[0] == b"ok":
+                lane.epoch = self._epoch
+                lane.written, lane.inflight = name, None
+                if plain:
+                    written.append((lane, name, entry))
+            else:
+                self._refused(lane, Name(int(answer[1]), int(answer[2])))
+        return written
+
+    def _refused(self, lane: Lane, top: Name) -> None:
+        """emit.lua found another frame on top than the one this lane wrote last."""
+        if top.a > lane.attempt or top.s > lane.written.s:
+            log.info("fenced", job=lane.job.id, attempt=lane.attempt, top=str(top))
+            lane.drop()
+            self._over(lane, False)
+            return
+        log.warning("log_lost", job=lane.job.id, written=str(lane.written), top=str(top))
+        _lose(lane)
+
+    # -- second round trip
+
+    def _publish_and_end(self, written: list[tuple[Lane, Name, bytes]], ending: list[Lane]) -> None:
+        homes: dict[str, list[tuple[str, Name, bytes]]] = defaultdict(list)
+        for lane, name, entry in written:
+            if lane.home:
+                homes[lane.home].append((lane.job.id, name, entry))
+        commands: list[Command] = [
+            ("PUBLISH", keys.node_channel(home), frames.message(entries)) for home, entries in homes.items()
+        ]
+        commands += [self._end(lane) for lane in ending]
+        if not commands:
+            return
+        answers = self._exchange(commands)[len(homes) :]
+        for lane, answer in zip(ending, answers, strict=True):
+            if isinstance(answer, redis.ResponseError):
+                log.warning("end_refused", job=lane.job.id, error=str(answer))
+                continue
+            code, by = int(answer[0]), answer[1] if len(answer) > 1 else b""
+            if code == -3:
+                log.warning("log_lost", job=lane.job.id, written=str(lane.written))
+                _lose(lane)
+                continue
+            lane.dropped = True
+            self._over(lane, code == 1 or (code == 0 and by == self._worker().encode()))
+
+    def _end(self, lane: Lane) -> Command:
+        assert lane.terminal is not None
+        seq = "" if _is_lost(lane) else str(lane.written.s)
+        attempt = str(lane.attempt)
+        frame = frames.encode_frame(lane.terminal)
+        # an end needs its attempt; one that is lost has no seq to compare
+        return ("EVALSHA", scripts.sha("end"), "0", lane.job.id, attempt, seq, self._worker(), frame, lane.outcome)
+
+
+def _next_entry(lane: Lane) -> tuple[Name, bytes]:
+    """All frames of the lane's outbox as one entry, named behind what is written."""
+    batch: list[bytes] = []
+    while lane.outbox:
+        batch.append(frames.encode_frame(lane.outbox.popleft()))
+    return Name(lane.attempt, lane.written.s + len(batch)), b"[" + b",".join(batch) + b"]"
+
+
+def _xadd(lane: Lane, name: Name, entry: bytes) -> Command:
+    return ("XADD", keys.log(lane.job.id), str(name), "f", entry)
+
+
+def _emit(lane: Lane, name: Name, entry: bytes) -> Command:
+    before = lane.written
+    return (
+        "EVALSHA",
+        scripts.sha("emit"),
+        "0",
+        lane.job.id,
+        str(name.a),
+        str(name.s),
+        str(before.a),
+        str(before.s),
+        entry,
+        lane.home,
+    )
+
+
+def _lose(lane: Lane) -> None:
+    """The store lost what this lane wrote: the lane ends itself, its client may repeat the request."""
+    error = LogLost("The store lost part of this stream.")
+    lane.outbox.clear()
+    lane.inflight = None
+    lane.outcome = "failed"
+    lane.terminal = Error(error.to_object(), error.status, error.retryable)
+
+
+def _is_lost(lane: Lane) -> bool:
+    return isinstance(lane.terminal, Error) and lane.terminal.error["code"] == LogLost.code

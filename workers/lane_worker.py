@@ -1,0 +1,342 @@
+"""The RQ worker that runs many jobs at once on one engine.
+
+To RQ and its tools it is a worker like any other: registered, listening to a queue, with executions, results and
+counters. Inside, jobs are lanes: the taker brings them, the engine's thread runs them, the emitter writes what they
+say, a finaliser books them out. This file wires the threads and keeps the list of lanes.
+
+Not used of RQ: forking, death penalties (a deadline in the engine's loop instead; signals cannot hit one lane),
+its dequeueing, and its registry cleaning, which would fail running jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import redis
+import structlog
+from rq.job import Job as RqJob
+from rq.queue import Queue
+from rq.results import Result
+from rq.serializers import JSONSerializer
+from rq.timeouts import BaseDeathPenalty
+from rq.worker import SimpleWorker, WorkerStatus
+
+from shared import cards, connection, keys, scripts
+from shared.cards import ModelCard
+from shared.errors import Cancelled, WorkerShutdown
+from shared.frames import End, Error
+from shared.scripts import Scripts
+from shared.settings import Settings
+from workers.control import Control
+from workers.emitter import Emitter
+from workers.engine_loop import EngineLoop
+from workers.lane import Lane
+from workers.taker import Taker
+
+log = structlog.get_logger(__name__)
+
+#: Seconds between two renewals of the lease.
+BEAT = 2.0
+#: Seconds between two looks at the figures that others see.
+STAT = 0.25
+#: Seconds that figures stay readable.
+STAT_TTL = 30
+#: Longest wait at the end for what is still to be written, s.
+FLUSH = 5.0
+
+
+class NoDeathPenalty(BaseDeathPenalty):
+    """Deadlines are kept in the engine's loop; an exception thrown into a thread would hit every lane."""
+
+    def setup_death_penalty(self) -> None: ...
+
+    def cancel_death_penalty(self) -> None: ...
+
+
+class LaneWorker(SimpleWorker):
+    """`loop` has its model loaded. `work()` returns after a drain; its result is the process's exit status."""
+
+    death_penalty_class = NoDeathPenalty
+    log_result_lifespan = False
+    log_job_description = False
+
+    def __init__(self, loop: EngineLoop, card: ModelCard, settings: Settings, url: str, *, name: str) -> None:
+        store = connection.connect(url, max_connections=8)
+        own = Queue(card.id, connection=store, serializer=JSONSerializer)
+        super().__init__([own], name=name, connection=store, serializer=JSONSerializer)
+        self._store: Any = store
+        self._scripts = Scripts(store)
+        self._settings = settings
+        self._card = card
+        self._loop = loop
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.Lock()
+        self._draining = threading.Event()
+        self._over: queue.SimpleQueue[tuple[Lane, bool, str] | None] = queue.SimpleQueue()
+        self._done = threading.Event()
+        self._exit_status = 0
+        self._stat: dict[str, Any] = {}
+        self._emitter = Emitter(url, self._name, self._lane_over)
+        self._control = Control(
+            url, self._name, cancelled=self._cancelled, command=self._rq_command, resubscribed=self._compare_lanes
+        )
+        self._taker = Taker(
+            url,
+            self._name,
+            card,
+            loop.engine,
+            timeout_s=settings.request_timeout_s,
+            free=self._free_lanes,
+            accept=self._accept,
+            retired=self._retire,
+        )
+
+    def _name(self) -> str:
+        return str(self.name)
+
+    # -- life
+
+    def work(self) -> int:  # type: ignore[override]
+        """Serves until SIGTERM or SIGINT, then drains. To be called from the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.request_stop)
+        self.register_birth()  # type: ignore[no-untyped-call]
+        self._publish_card()
+        finaliser = threading.Thread(target=self._finalise, name="finaliser", daemon=True)
+        heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
+        self._beat(register=True)
+        self._write_stat()
+        for thread in (self._emitter, finaliser, heartbeat, self._control, self._taker):
+            thread.start()
+        log.info("worker_ready", worker=self.name, model=self._card.id, lanes=self._card.lanes)
+        self._draining.wait()
+        self._drain()
+        self._done.set()
+        self._over.put(None)
+        finaliser.join(FLUSH)
+        self._emitter.stop()
+        self._control.stop()
+        self._leave()
+        self._loop.stop()
+        self._loop.join(FLUSH)
+        return self._exit_status
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: leave at once, as kill -9 would."""
+        if self._draining.is_set():
+            os._exit(128 + signum)
+        log.info("worker_stopping", worker=self.name, signal=signal.Signals(signum).name)
+        self._draining.set()
+
+    def engine_died(self, error: Exception) -> None:
+        """The engine is beyond repair: what runs here can only go on in another process."""
+        log.error("worker_dies", worker=self.name, error=str(error))
+        os._exit(70)
+
+    def _drain(self) -> None:
+        self._taker.stop()
+        self._taker.join(connection.SOCKET_TIMEOUT)
+        end = time.monotonic() + self._settings.drain_s
+        self._wait_for_lanes(end)
+        if self._lanes:
+            log.info("drain_over", lanes=len(self._lanes))
+            self._loop.fail_all(WorkerShutdown("The worker was stopped before the request was done."))
+            self._wait_for_lanes(time.monotonic() + FLUSH)
+
+    def _wait_for_lanes(self, until: float) -> None:
+        while self._lanes and time.monotonic() < until:
+            self._taker.freed.clear()
+            if self._lanes:
+                self._taker.freed.wait(0.2)
+
+    def _leave(self) -> None:
+        try:
+            self._scripts.leave("worker", self.name)
+            self.register_death()  # type: ignore[no-untyped-call]
+        except redis.RedisError as error:
+            log.warning("leave_failed", error=str(error))
+
+    def _publish_card(self) -> None:
+        pipeline = self._store.pipeline()
+        pipeline.hset(keys.card(self._card.id), "card", cards.encode(self._card))
+        pipeline.sadd(keys.CARDS, self._card.id)
+        pipeline.sadd(keys.RQ_QUEUES, keys.queue(self._card.id))  # `rq info` lists the workers of the queues it knows
+        pipeline.execute()
+
+    # -- lanes
+
+    def _free_lanes(self) -> int:
+        if self._draining.is_set():
+            return 0
+        with self._lock:
+            return self._card.lanes - sum(min(lane.job.choices, self._card.lanes) for lane in self._lanes.values())
+
+    def _accept(self, lane: Lane) -> None:
+        with self._lock:
+            self._lanes[lane.job.id] = lane
+        if lane.terminal is None:
+            self._loop.add(lane)
+        else:
+            self._emitter.notify([lane])
+
+    def _lane_over(self, lane: Lane, won: bool) -> None:
+        """The lane has said its last; may be called more than once."""
+        with self._lock:
+            if self._lanes.get(lane.job.id) is not lane:
+                return
+            del self._lanes[lane.job.id]
+        self._loop.drop(lane.job.id, lane.attempt)
+        self._over.put((lane, won, self.name))
+        self._taker.freed.set()
+
+    def emit(self, lanes: Any) -> None:
+        """Hands lanes to the emitter; what the engine's loop calls after each step."""
+        self._emitter.notify(lanes)
+
+    # -- told from outside
+
+    def _cancelled(self, job_id: str) -> None:
+        self._loop.drop(job_id)
+
+    def _rq_command(self, payload: dict[str, Any]) -> None:
+        if payload["command"] in ("stop-job", "stop-execution"):
+            self._loop.fail(str(payload.get("job_id")), Cancelled("The job was stopped."), "stopped")
+        elif payload["command"] == "shutdown":
+            self._draining.set()
+
+    def handle_payload(self, message: dict[str, Any]) -> None:
+        """RQ's own entry for commands."""
+        self._rq_command(json.loads(message["data"]))
+
+    def _compare_lanes(self) -> None:
+        """Commands may have been missed: drops the lanes whose request has ended or has another owner."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+        if not lanes:
+            return
+        pipeline = self._store.pipeline(transaction=False)
+        for lane in lanes:
+            pipeline.hmget(keys.job(lane.job.id), "terminal", "a")
+        for lane, (terminal, attempt) in zip(lanes, pipeline.execute(), strict=True):
+            if terminal or attempt is None or int(attempt) > lane.attempt:
+                self._loop.drop(lane.job.id, lane.attempt)
+
+    # -- heartbeat and figures
+
+    def _heartbeat(self) -> None:
+        next_beat, strays, seen, tokens = 0.0, dict[str, str](), time.monotonic(), self._loop.tokens
+        while not self._done.wait(STAT):
+            now = time.monotonic()
+            try:
+                if now >= next_beat:
+                    strays = self._reconcile(self._beat(), strays)
+                    next_beat = now + BEAT
+                    self._stat["tokens_per_second"] = round((self._loop.tokens - tokens) / max(now - seen, 0.1), 1)
+                    seen, tokens = now, self._loop.tokens
+                self._write_stat(force=next_beat == now + BEAT)
+            except redis.RedisError as error:
+                log.warning("heartbeat_failed", error=str(error))
+            except Exception:
+                log.exception("heartbeat_failed")
+
+    def _beat(self, *, register: bool = False) -> dict[str, str]:
+        """Renews the lease; the ids and attempts that the store thinks run here."""
+        answer = self._scripts.beat("worker", self.name, int(self._settings.lease_s * 1000), register=register)
+        if answer is None:
+            self._retire()
+            return {}
+        return dict(zip(answer[::2], answer[1::2], strict=True))
+
+    def _reconcile(self, theirs: dict[str, str], strays: dict[str, str]) -> dict[str, str]:
+        """Gives back what the store thinks runs here and does not, two beats in a row: a take whose answer was lost."""
+        with self._lock:
+            mine = {job_id: str(lane.attempt) for job_id, lane in self._lanes.items()}
+        unknown = {job_id: a for job_id, a in theirs.items() if mine.get(job_id) != a}
+        for job_id, a in unknown.items():
+            if strays.get(job_id) == a:
+                log.warning("stray_job_released", job=job_id, attempt=a)
+                self._scripts.release(self.name, job_id, int(a))
+        return unknown
+
+    def _retire(self) -> None:
+        """The store does not know this worker any more: nothing that runs here is its own. Goes on under a new name."""
+        log.warning("worker_retired", worker=self.name)
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            self._loop.drop(lane.job.id, lane.attempt)
+        self.name = f"{self.name.split('~')[0]}~{os.urandom(3).hex()}"
+        self.register_birth()  # type: ignore[no-untyped-call]
+        self._publish_card()
+        self._scripts.beat("worker", self.name, int(self._settings.lease_s * 1000), register=True)
+
+    def _write_stat(self, *, force: bool = False) -> None:
+        busy = len(self._lanes)
+        state = WorkerStatus.BUSY if busy else WorkerStatus.IDLE
+        stat = {
+            "model": self._card.id,
+            "lanes": self._card.lanes,
+            "draining": int(self._draining.is_set()),
+            "pid": os.getpid(),
+        }
+        stat["free"] = self._card.lanes - busy
+        stat["tokens_per_second"] = self._stat.get("tokens_per_second", 0.0)
+        if stat == self._stat and not force:
+            return
+        pipeline = self._store.pipeline(transaction=False)
+        pipeline.hset(keys.stat(self.name), mapping=stat)
+        pipeline.expire(keys.stat(self.name), STAT_TTL)
+        if self.get_state() != state:
+            self.set_state(state, pipeline=pipeline)
+        if force:
+            self.heartbeat(pipeline=pipeline)
+        pipeline.execute()
+        self._stat = stat
+
+    # -- RQ's books
+
+    def _finalise(self) -> None:
+        """Books lanes out until None comes; what lies ready goes in one round trip."""
+        while (item := self._over.get()) is not None:
+            batch = [item]
+            while len(batch) < 64 and not self._over.empty() and (item := self._over.get()) is not None:
+                batch.append(item)
+            try:
+                self._book(batch)
+            except Exception:  # the heartbeat books out what is left
+                log.exception("booking_failed", jobs=[lane.job.id for lane, _, _ in batch])
+            if item is None:
+                return
+
+    def _book(self, batch: list[tuple[Lane, bool, str]]) -> None:
+        with self._store.pipeline(transaction=False) as pipeline:
+            pipeline.script_load(scripts.text("book"))
+            for lane, won, name in batch:
+                if won:
+                    self._keep_result(lane, pipeline)
+                pipeline.evalsha(scripts.sha("book"), 0, name, lane.job.id, lane.attempt)
+            pipeline.execute()
+
+    def _keep_result(self, lane: Lane, pipeline: Any) -> None:
+        """RQ's result and counters, for the worker whose end was the request's."""
+        job = RqJob(lane.job.id, connection=self._store, serializer=JSONSerializer)
+        ttl = self._settings.result_ttl_s
+        if isinstance(lane.terminal, End):
+            value = {"choices": lane.result(), "usage": lane.terminal.usage}
+            Result.create(
+                job, Result.Type.SUCCESSFUL, ttl, return_value=value, worker_name=self.name, pipeline=pipeline
+            )
+            self.increment_successful_job_count(pipeline=pipeline)
+        elif isinstance(lane.terminal, Error):
+            Result.create_failure(job, ttl, lane.terminal.error["message"], worker_name=self.name, pipeline=pipeline)
+            self.increment_failed_job_count(pipeline=pipeline)
+
+    def clean_registries(self) -> None:
+        """Not by workers: RQ fails what it thinks abandoned, and would fail running lanes."""
