@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,11 +52,12 @@ def main(arguments: Sequence[str]) -> int:
         "seconds": {},
         "checks": {},
     }
+    signal.signal(signal.SIGTERM, _stopped)
     try:
         with tempfile.TemporaryDirectory(prefix="sluice-smoke-") as folder:
             _run(Path(folder), report)
         report["passed"] = True
-    except Exception as error:  # noqa: BLE001 - the report is the point of this script
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the report is the point of this script
         report["reason"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
     text = json.dumps(report, indent=2) + "\n"
@@ -66,6 +68,10 @@ def main(arguments: Sequence[str]) -> int:
         options.report.write_text(text, encoding="utf-8")
         print(f"smoke: {'passed' if report['passed'] else 'FAILED: ' + report['reason']} ({options.report})")
     return 0 if report["passed"] else 1
+
+
+def _stopped(number: int, frame: object) -> None:
+    raise CheckFailed(f"stopped by signal {number}")
 
 
 def _run(folder: Path, report: dict[str, Any]) -> None:
