@@ -1,0 +1,180 @@
+"""The `sluice` command.
+
+Each command is a few lines around the module that does the work. What goes wrong in a known way is one line on standard
+error and exit status 1 (2 for a wrong command line), never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from scripts.carried_model import ModelUnavailable
+from scripts.client import Client, ServerError, ServerUnreachable
+from scripts.up import CannotStart, Options, base_url, parse_workers, up
+from shared.settings import Settings
+
+BENCHMARKS = ("engine", "serve", "relay", "queue", "chaos", "exllamav2")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="OpenAI-compatible completions from a queue.",
+)
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+Url = Annotated[
+    str | None, typer.Option("--url", envvar="SLUICE_URL", help="Server to talk to. Default: the one settings name.")
+]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="SLUICE_API_KEY", help="Key, if the server wants one.")]
+
+
+@app.command("up")
+def up_command(
+    engine: Annotated[list[str] | None, typer.Option(help="llamacpp, exllamav2 or scripted; may be repeated.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="DIR[=ID]", help="Model of the engine, and its name.")
+    ] = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="A=ID", help="Another name of a model; may be repeated.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    api_workers: Annotated[int | None, typer.Option(help="API processes.")] = None,
+    workers: Annotated[str, typer.Option(metavar="MIN:MAX", help="Workers of each engine; 0:0 for none.")] = "1:1",
+) -> None:
+    """Store, API and workers on this machine, until Ctrl-C."""
+    low, high = parse_workers(workers)
+    options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), low, high)
+    raise typer.Exit(up(options, settings(host=host, port=port, api_workers=api_workers)))
+
+
+@app.command("api", context_settings=_PASS_ON)
+def api_command(context: typer.Context) -> None:
+    """The API alone; the same as python -m api."""
+    _become("api", context.args)
+
+
+@app.command("worker", context_settings=_PASS_ON)
+def worker_command(context: typer.Context) -> None:
+    """One worker alone; the same as python -m workers."""
+    _become("workers", context.args)
+
+
+@app.command("complete")
+def complete_command(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, standard input.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Model id. Default: the server's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate, at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 for the likeliest token each time.")] = None,
+    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="The server's JSON, one event a line.")] = False,
+) -> None:
+    """A completion from a running server."""
+    if prompt is None:
+        if sys.stdin.isatty():
+            print("Reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
+        prompt = sys.stdin.read()
+    asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    body: dict[str, Any] = {"prompt": prompt, **{k: v for k, v in asked.items() if v is not None}}
+    client = Client(url or base_url(settings()), api_key)
+    if "model" not in body and (listed := client.models()):
+        body["model"] = listed[0]
+    answers = client.stream("/v1/completions", body) if stream else iter([client.post("/v1/completions", body)])
+    for answer in answers:
+        if as_json:
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
+        else:
+            print("".join(c.get("text") or "" for c in answer.get("choices", ())), end="", flush=True)
+    if not as_json:
+        print()
+
+
+@app.command("models")
+def models_command(
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The server's JSON.")] = False,
+) -> None:
+    """The models of a running server."""
+    answer = Client(url or base_url(settings()), api_key, timeout_s=30).get("/v1/models")
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    rows = answer["data"]
+    columns = [
+        "id",
+        *sorted({k for row in rows for k, v in row.items() if isinstance(v, str | int)} - {"id", "object"}),
+    ]
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    Console().print(table)
+
+
+@app.command("smoke", context_settings=_PASS_ON)
+def smoke_command(context: typer.Context) -> None:
+    """A fresh environment from requirements.txt, the whole stack, one completion; --report FILE for the result."""
+    from scripts import minimal_server_smoke
+
+    raise typer.Exit(minimal_server_smoke.main(context.args))
+
+
+@app.command("bench", context_settings=_PASS_ON)
+def bench_command(context: typer.Context) -> None:
+    """Benchmarks: engine, serve, relay, queue, chaos, exllamav2; --json FILE for the numbers."""
+    name, *arguments = context.args or [""]
+    if name not in BENCHMARKS:
+        raise CannotStart(f"Usage: bench NAME [--json FILE], NAME one of: {', '.join(BENCHMARKS)}.")
+    try:
+        benchmark = importlib.import_module(f"scripts.benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("scripts.benchmarks", f"scripts.benchmarks.{name}"):
+            raise
+        raise CannotStart(f"The benchmark {name} is not there yet.") from None
+    raise typer.Exit(benchmark.main(arguments) or 0)
+
+
+def settings(**given: Any) -> Settings:
+    """The settings, with what the command line gave on top. Raises CannotStart for a value that is wrong."""
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise CannotStart(f"A setting is wrong: {wrong}. docs/settings.md lists them all.") from None
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def main() -> None:
+    """Entry point of `sluice` and `python -m scripts.cli`."""
+    try:
+        app(prog_name="sluice")
+    except (CannotStart, ModelUnavailable, ServerUnreachable, ServerError) as error:
+        print(f"sluice: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        # The reader of our output left (`| head`); what is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
