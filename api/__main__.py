@@ -9,18 +9,16 @@ from gevent import monkey
 
 monkey.patch_all()
 
-import logging  # noqa: E402
-
-import structlog  # noqa: E402
-
 from api.server import serve  # noqa: E402
+from shared import logs  # noqa: E402
+from shared.parent import die_with_parent  # noqa: E402
 from shared.settings import Settings  # noqa: E402
 
 
 def main() -> None:
+    die_with_parent()
     settings = Settings()
-    level = logging.getLevelNamesMapping()[settings.log_level]
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+    logs.configure(settings.log_level, process="api")
     serve(settings)
 
 

@@ -30,6 +30,7 @@ from api.errors import error_response
 from api.relay.watcher import Watcher
 from api.services import Services, services_of
 from shared.errors import InternalError, InvalidRequest, SluiceError
+from shared.parent import die_with_parent
 from shared.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -123,6 +124,7 @@ class ApiWorker(GeventWorker):  # type: ignore[misc]
         super().init_signals()
 
     def load_wsgi(self) -> None:
+        die_with_parent()
         super().load_wsgi()
         app = self.wsgi
         self.services = services_of(app)
