@@ -46,6 +46,7 @@ def test_methods(client: FlaskClient) -> None:
 def test_options(client: FlaskClient) -> None:
     response = client.options("/v1/completions/")
     assert (response.status_code, response.data, response.headers["Allow"]) == (204, b"", "OPTIONS, POST")
+    assert "Content-Type" not in response.headers
     assert not [name for name, _ in response.headers if name.lower().startswith("access-control")]
     refused(client.options("/nope"), 404, "not_found")
 
