@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 
 import pytest
 
 from shared import frames, keys
-from shared.frames import Delta, Error
-from tests.conftest import script, wait_for
+from shared.frames import Delta, Error, Name, Take
+from tests.conftest import Node, Store, Worker, script, wait_for
 from tests.integration.test_http_completions import STORY, whole
 from tests.stack import SCRIPTED, Leave, Stack, endless
 
@@ -113,3 +114,25 @@ def test_others_go_on_while_some_hang_up(stack: Stack) -> None:
                 stream.leave()
         assert whole(kept.read()).text == "".join(words)
     wait_for(stack.idle)
+
+
+def test_a_lane_that_is_fenced_leaves_the_engine(store: Store, start_worker: Callable[..., Worker], node: Node) -> None:
+    """FB-005's kind: the store refuses what an overtaken lane writes, often before a cancel is heard. The engine must
+    not go on with it, or with one lane it would never serve anybody again."""
+    start_worker(lanes=1)
+    overtaken = node.submit(endless(delay_ms=5))
+    overtaken.read(lambda stream: len(stream.tokens) > 3)
+    top = Name.parse(store.client.xrevrange(keys.log(overtaken.job.id), count=1)[0][0].decode())
+    entry = b"[" + frames.encode_frame(Take("another")) + b"]"
+    store.client.xadd(keys.log(overtaken.job.id), {"f": entry}, id=f"{top.a + 1}-{top.s + 100}")
+    assert node.submit(script("n", "e", "x", "t")).read(timeout=10).text == "next"
+
+
+def test_hanging_up_on_fast_streams_leaves_no_lane_behind(narrow: Stack) -> None:
+    """With one lane, one that stayed behind would be the end. The stream writes so often that it is refused before the
+    cancel reaches its worker."""
+    for _ in range(20):
+        with narrow.open(endless(delay_ms=1)) as stream:
+            stream.goes_on(2)
+            stream.leave()
+        assert narrow.complete(script("o", "k"), timeout=10).text == "ok"
