@@ -19,6 +19,8 @@ from shared.settings import Settings  # noqa: E402
 
 def main() -> None:
     settings = Settings()
+    if not settings.redis_url:
+        raise SystemExit("No store is configured: set REDIS_URL, or use `sluice up`, which starts one.")
     level = logging.getLevelNamesMapping()[settings.log_level]
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
     serve(settings)

@@ -303,6 +303,14 @@ def test_the_end_of_a_drain() -> None:
     api.close()
 
 
+def test_without_a_store_it_says_so() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "SLUICE_REDIS_URL")}
+    done = subprocess.run(
+        [sys.executable, "-m", "api"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1 and "REDIS_URL" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_not_open_to_everyone_by_accident() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
         check_exposure(Settings(host=host))
