@@ -18,6 +18,8 @@ from shared.settings import Settings  # noqa: E402
 def main() -> None:
     die_with_parent()
     settings = Settings()
+    if not settings.redis_url:
+        raise SystemExit("No store is configured: set REDIS_URL, or use `sluice up`, which starts one.")
     logs.configure(settings.log_level, process="api")
     serve(settings)
 

@@ -61,8 +61,8 @@ def check_exposure(settings: Settings) -> None:
     if settings.insecure or _is_loopback(settings.host):
         return
     raise SystemExit(
-        f"Refusing to listen on {settings.host}: no API key is configured, so everyone who can reach this address could "
-        "use the server. Listen on 127.0.0.1, or set SLUICE_INSECURE=1 (--insecure) if that is what you want."
+        f"Refusing to listen on {settings.host}: no API key is configured, so everyone who can reach this "
+        "address could use the server. Listen on 127.0.0.1, or say SLUICE_INSECURE=1 (--insecure) if that is meant."
     )
 
 
