@@ -91,7 +91,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "workers": settings.api_workers,
             "worker_class": ApiWorker,
             "worker_connections": CONNECTIONS,
-            "worker_tmp_dir": "/dev/shm" if os.access("/dev/shm", os.W_OK) else None,  # noqa: S108
+            "worker_tmp_dir": "/dev/shm" if os.access("/dev/shm", os.W_OK) else None,
             "timeout": STUCK,
             "graceful_timeout": int(settings.drain_s) + LAST_WORDS,
             "keepalive": KEEPALIVE,

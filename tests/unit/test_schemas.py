@@ -98,12 +98,49 @@ def test_what_is_not_built_is_refused_and_named(field: str, value: Any) -> None:
     assert isinstance(error, UnsupportedParameter) and error.param == field
 
 
-NULLABLE = (
-    "model max_tokens temperature top_p n stream stop logprobs echo seed logit_bias suffix user best_of stream_options "
-    "presence_penalty frequency_penalty response_format top_k min_p typical_p repetition_penalty min_tokens ignore_eos "
-    "stop_token_ids add_special_tokens parse_special fit_max_tokens reasoning_effort thinking enable_thinking "
-    "background fanout store service_tier priority regex grammar choice dry_multiplier unknown"
-).split()
+NULLABLE = [
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stream",
+    "stop",
+    "logprobs",
+    "echo",
+    "seed",
+    "logit_bias",
+    "suffix",
+    "user",
+    "best_of",
+    "stream_options",
+    "presence_penalty",
+    "frequency_penalty",
+    "response_format",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "add_special_tokens",
+    "parse_special",
+    "fit_max_tokens",
+    "reasoning_effort",
+    "thinking",
+    "enable_thinking",
+    "background",
+    "fanout",
+    "store",
+    "service_tier",
+    "priority",
+    "regex",
+    "grammar",
+    "choice",
+    "dry_multiplier",
+    "unknown",
+]
 
 
 def test_null_is_absent() -> None:
