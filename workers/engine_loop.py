@@ -118,10 +118,10 @@ class EngineLoop(threading.Thread):
         if not self._lanes:
             self._wake.wait(IDLE)
             return
+        self._check_deadlines()
         if any(len(lane.outbox) > OUTBOX_LIMIT for lane in self._lanes.values()):
             self._wake.wait(0.01)
             return
-        self._check_deadlines()
         self._step()
 
     def _step(self) -> None:

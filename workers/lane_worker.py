@@ -80,6 +80,7 @@ class LaneWorker(SimpleWorker):
         self._loop = loop
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
+        self._renaming = threading.Lock()
         self._draining = threading.Event()
         self._over: queue.SimpleQueue[tuple[Lane, bool, str] | None] = queue.SimpleQueue()
         self._done = threading.Event()
@@ -269,6 +270,13 @@ class LaneWorker(SimpleWorker):
 
     def _retire(self) -> None:
         """The store does not know this worker any more: nothing that runs here is its own. Goes on under a new name."""
+        lease = int(self._settings.lease_s * 1000)
+        with self._renaming:
+            if self._scripts.beat("worker", self.name, lease, register=False) is not None:
+                return  # another thread has noticed first
+            self._rename(lease)
+
+    def _rename(self, lease_ms: int) -> None:
         log.warning("worker_retired", worker=self.name)
         with self._lock:
             lanes = list(self._lanes.values())
@@ -277,7 +285,7 @@ class LaneWorker(SimpleWorker):
         self.name = f"{self.name.split('~')[0]}~{os.urandom(3).hex()}"
         self.register_birth()  # type: ignore[no-untyped-call]
         self._publish_card()
-        self._scripts.beat("worker", self.name, int(self._settings.lease_s * 1000), register=True)
+        self._scripts.beat("worker", self.name, lease_ms, register=True)
 
     def _write_stat(self, *, force: bool = False) -> None:
         busy = len(self._lanes)

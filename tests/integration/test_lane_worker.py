@@ -327,3 +327,21 @@ def test_scripts_are_loaded_again_by_a_store_that_forgot_them(store: Store, star
     node.submit(script("a")).read()
     store.client.script_flush()
     assert node.submit(script("a", "b")).read().text == "ab"
+
+
+def test_a_worker_that_the_store_forgot_goes_on_under_a_new_name(
+    store: Store, start_worker: Start, node: Node
+) -> None:
+    worker = start_worker()
+    node.submit(script("a")).read()
+    store.client.srem(keys.WORKERS, worker.name)
+    wait_for(lambda: [name for name in store.client.smembers(keys.WORKERS) if name.startswith(worker.name.encode())])
+    assert not store.client.sismember(keys.WORKERS, worker.name)
+    wait_for(lambda: node.gateway.status()["workers"])
+    stream = node.submit(script("a", "b")).read()
+    assert stream.text == "ab"
+    stream = node.submit(SLOW)
+    stream.read(lambda stream: stream.tokens)
+    stream.hang_up()  # the new name has its control channel
+    wait_for(lambda: node.busy() == 0, 2)
+    worker.stop()
