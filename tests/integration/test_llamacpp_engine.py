@@ -17,7 +17,17 @@ import pytest
 from shared.errors import ContextLengthExceeded, EngineOverloaded, InternalError, InvalidRequest
 from shared.sampling import SamplingParams
 from shared.settings import Settings
-from workers.engines.base import EngineDied, EngineRequest, Event, Failed, Finished, PromptLogprobs, Started, Token
+from workers.engines.base import (
+    EngineDied,
+    EngineRequest,
+    Event,
+    Failed,
+    Finished,
+    Logprob,
+    PromptLogprobs,
+    Started,
+    Token,
+)
 from workers.engines.llamacpp.binding import LoadError
 from workers.engines.llamacpp.carried import find_carried_model
 from workers.engines.llamacpp.context import SCORED_ROWS
@@ -262,8 +272,8 @@ def test_cancel_frees_lane_and_cells_at_once(engine: LlamaCppEngine) -> None:
 
 def test_going_on_from_generated_ids(engine: LlamaCppEngine) -> None:
     prompt = engine.tokenize("My favourite fruits are")
-    params = SamplingParams(temperature=0, frequency_penalty=0.5, repetition_penalty=1.1, logit_bias={30: -5.0})
-    for params in (params, SamplingParams(temperature=0.9, top_p=0.9, presence_penalty=0.5)):
+    penalised = SamplingParams(temperature=0, frequency_penalty=0.5, repetition_penalty=1.1, logit_bias={30: -5.0})
+    for params in (penalised, SamplingParams(temperature=0.9, top_p=0.9, presence_penalty=0.5)):
         whole = run(engine, EngineRequest("a", prompt, 24, 7, params)).tokens("a")
         for cut in (1, 10, len(whole) - 1):
             heard = run(engine, EngineRequest("b", prompt, 24, 7, params, generated=whole[:cut]))
@@ -316,7 +326,9 @@ def test_logprobs_of_prompt_and_tokens(engine: LlamaCppEngine) -> None:
     for token in tokens:
         assert token.logprob is not None
         own, best = token.logprob
-        assert len(best) == 3 and best[0] == (token.token, own), "greedy samples the best"
+        assert len(best) >= 3 and (token.token, own) in best
+        first_allowed = next(i for i, _ in best if i not in engine.card.end_ids)  # type: ignore[attr-defined]
+        assert token.token == first_allowed, "greedy samples the best that is not banned"
     whole = [*prompt, *(token.token for token in tokens)]
     assert len(whole) > 2 * SCORED_ROWS
     scored = run(engine, EngineRequest("b", whole, 0, 1, prompt_logprobs=1))
@@ -324,17 +336,20 @@ def test_logprobs_of_prompt_and_tokens(engine: LlamaCppEngine) -> None:
     assert not scored.tokens("b")
     lps = prompt_logprobs(scored, "b")
     assert lps[0] is None and len(lps) == len(whole)
+    differences = []
     for token, lp in zip(tokens, lps[len(prompt) :], strict=True):
         assert lp is not None and token.logprob is not None
-        assert lp[0] == pytest.approx(token.logprob[0], abs=0.05)
         assert dict(lp[1])[token.token] == lp[0]
+        differences.append(abs(lp[0] - token.logprob[0]))
+    # Prefill rounds otherwise than decoding does; a row off by one would differ by whole units.
+    assert max(differences) < 1 and sum(differences) / len(differences) < 0.1
     alone = run(engine, EngineRequest("c", whole[:1], 2, 1, GREEDY, prompt_logprobs=0))
     assert prompt_logprobs(alone, "c") == [None] and len(alone.tokens("c")) == 2
 
 
-def prompt_logprobs(heard: Heard, request_id: str) -> list[object]:
+def prompt_logprobs(heard: Heard, request_id: str) -> list[Logprob | None]:
     """All of them, without holes or repetitions."""
-    lps: list[object] = []
+    lps: list[Logprob | None] = []
     for event in heard.by_id[request_id]:
         if isinstance(event, PromptLogprobs):
             assert event.start == len(lps)
@@ -347,9 +362,9 @@ def spy_on_batches(engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> l
     sizes: list[int] = []
     decode = engine._context.decode
 
-    def spy() -> int:
-        sizes.append(engine._context._length)
-        return decode()
+    def spy(threads: int) -> int:
+        sizes.append(engine._context.length)
+        return decode(threads)
 
     monkeypatch.setattr(engine._context, "decode", spy)
     return sizes
@@ -421,7 +436,7 @@ def test_llama_cpp_out_of_cells_is_handled_like_our_own_count(
         heard.proper(request.id)
         assert len(heard.tokens(request.id)) == 60
     engine_alone = small._context.decode
-    monkeypatch.setattr(small._context, "decode", lambda: 1)
+    monkeypatch.setattr(small._context, "decode", lambda threads: 1)
     heard = run(small, ask(small, "a", FRANCE, 2))
     assert isinstance(failed := heard.by_id["a"][-1], Failed) and isinstance(failed.error, EngineOverloaded)
     monkeypatch.setattr(small._context, "decode", engine_alone)
@@ -441,7 +456,7 @@ def test_a_refused_batch_fails_its_new_requests_only(small: LlamaCppEngine, monk
 
 def test_any_other_answer_is_the_end_of_the_engine(small: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     small.add(ask(small, "a", FRANCE, 12))
-    monkeypatch.setattr(small._context, "decode", lambda: -3)
+    monkeypatch.setattr(small._context, "decode", lambda threads: -3)
     with pytest.raises(EngineDied):
         small.step()
     small.cancel("a")

@@ -264,7 +264,8 @@ def _nucleus(weights: Weights, top_p: float) -> Ids:
     kept = heavy > lightest
     ties = np.flatnonzero(heavy == lightest)
     kept[ties[: count - int(kept.sum())]] = True
-    return candidates[kept]
+    nucleus: Ids = candidates[kept]
+    return nucleus
 
 
 def _typical(weights: Weights, typical_p: float) -> Ids:
