@@ -30,6 +30,7 @@ from scripts.store import (
 from scripts.supervisor import Supervisor
 from shared.settings import Settings
 from shared.store_rules import without_password
+from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
 ENGINES = ("llamacpp", "exllamav2", "scripted")
 
@@ -58,7 +59,7 @@ class Options:
 
 @dataclass
 class Pool:
-    """The workers of one engine and model. `model_id` is known where the command line says it."""
+    """The workers of one engine and model. `model_id` is None where only the engine knows it: a model given without an id."""
 
     engine: str
     model: str | None = None
@@ -68,7 +69,9 @@ class Pool:
     def model_id(self) -> str | None:
         if self.engine == "scripted":
             return "scripted"
-        return None if self.model is None else split_model(self.model)[1]
+        if self.model is None:
+            return CARRIED_MODEL_ID
+        return split_model(self.model)[1]
 
 
 def split_model(text: str) -> tuple[Path, str | None]:

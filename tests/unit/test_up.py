@@ -11,6 +11,7 @@ import pytest
 from scripts import ports
 from scripts.up import CannotStart, Options, _numbered, base_url, parse_workers, pools, split_model, up
 from shared.settings import Settings
+from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
 
 @pytest.mark.parametrize(("text", "pair"), [("1:1", (1, 1)), ("0:4", (0, 4)), ("3", (3, 3)), ("0:0", (0, 0))])
@@ -41,9 +42,14 @@ def test_pools_get_their_models_and_aliases(tmp_path: Path) -> None:
     assert [name for _, name in _numbered(made, 2)] == ["scripted-1", "scripted-2", "llamacpp-1", "llamacpp-2"]
 
 
-def test_an_alias_goes_to_a_model_whose_name_only_the_engine_knows() -> None:
-    [pool] = pools(Options(("llamacpp",), (), ("gpt-4=SmolLM2-135M-Instruct",)))
-    assert pool.aliases == ["gpt-4=SmolLM2-135M-Instruct"]
+def test_an_alias_goes_to_a_model_whose_name_only_the_engine_knows(tmp_path: Path) -> None:
+    [pool] = pools(Options(("llamacpp",), (str(tmp_path),), ("gpt-4=whatever",)))
+    assert (pool.model_id, pool.aliases) == (None, ["gpt-4=whatever"])
+
+
+def test_an_alias_of_the_carried_model() -> None:
+    [pool] = pools(Options(("llamacpp",), (), (f"gpt-4={CARRIED_MODEL_ID}",)))
+    assert (pool.model_id, pool.model, len(pool.aliases)) == (CARRIED_MODEL_ID, None, 1)
 
 
 @pytest.mark.parametrize(
