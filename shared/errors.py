@@ -16,6 +16,8 @@ class SluiceError(Exception):
     type: ClassVar[str] = "server_error"
     code: str | None = "internal_error"
     retryable: ClassVar[bool] = False
+    #: Seconds after which a retry makes sense, for Retry-After; None = the server's default.
+    retry_after_s: float | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -206,3 +208,13 @@ BY_CODE: dict[str, type[SluiceError]] = {
     )
     if cls.code is not None
 }
+
+
+def revive(error: dict[str, Any], status: int, retryable: bool = False) -> SluiceError:
+    """The exception for an error object that came through the log, with the status it was written with."""
+    code = error.get("code")
+    known = BY_CODE.get(code) if isinstance(code, str) else None
+    if known is None or known.status != status:
+        kind = {"status": status, "type": str(error.get("type", "server_error")), "retryable": retryable, "code": None}
+        known = type("RevivedError", (SluiceError,), kind)
+    return known(str(error.get("message", "")), param=error.get("param"), code=code)

@@ -14,6 +14,7 @@ import structlog
 from shared import logs
 from shared.cards import ModelCard
 from shared.errors import SluiceError
+from shared.parent import die_with_parent
 from shared.settings import Settings
 from workers.engine_loop import EngineLoop
 from workers.engines import make
@@ -46,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--name", help="name of this worker; must be new at each start")
     options = parser.parse_args(argv)
+    die_with_parent()
     settings = Settings()
     logs.configure(settings.log_level, process="worker")
     if not settings.redis_url:

@@ -98,7 +98,7 @@ class EngineLoop(threading.Thread):
     def run(self) -> None:
         try:
             self._card = self.engine.load(self._progress)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the main thread raises it
             self._load_error = error
             return
         finally:

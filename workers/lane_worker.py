@@ -48,6 +48,8 @@ BEAT = 2.0
 STAT = 0.25
 #: Seconds that figures stay readable.
 STAT_TTL = 30
+#: Lanes booked out in one round trip, at most.
+BOOKED_AT_ONCE = 64
 #: Longest wait at the end for what is still to be written, s.
 FLUSH = 5.0
 
@@ -304,16 +306,16 @@ class LaneWorker(SimpleWorker):
 
     def _finalise(self) -> None:
         """Books lanes out until None comes; what lies ready goes in one round trip."""
-        while (item := self._over.get()) is not None:
-            batch = [item]
-            while len(batch) < 64 and not self._over.empty() and (item := self._over.get()) is not None:
-                batch.append(item)
+        last = False
+        while not last:
+            batch = [self._over.get()]
+            while len(batch) < BOOKED_AT_ONCE and not self._over.empty():
+                batch.append(self._over.get())
+            last = None in batch
             try:
-                self._book(batch)
+                self._book([item for item in batch if item is not None])
             except Exception:  # the heartbeat books out what is left
-                log.exception("booking_failed", jobs=[lane.job.id for lane, _, _ in batch])
-            if item is None:
-                return
+                log.exception("booking_failed", lanes=len(batch))
 
     def _book(self, batch: list[tuple[Lane, bool, str]]) -> None:
         with self._store.pipeline(transaction=False) as pipeline:

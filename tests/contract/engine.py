@@ -118,21 +118,19 @@ def finished(events: list[Event]) -> tuple[str, int | None]:
 
 
 def check_logprob(entry: Logprob, token: int, best: int, vocab_size: int) -> None:
-    """`best` alternatives, best first; the token's own number wherever it stands."""
+    """The `best` most likely ids and the token itself, best first; its own number is the one that stands there."""
     own, top = entry
     assert math.isfinite(own)
     assert own <= 0
-    assert len(top) == best
+    assert dict(top)[token] == own
+    assert len(dict(top)) == len(top) in (best, best + 1)
     assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
-    assert len({other for other, _ in top}) == best
+    if len(top) == best + 1:
+        assert top[-1][0] == token
     for other, value in top:
         assert 0 <= other < vocab_size
         assert math.isfinite(value)
         assert value <= 0
-        if other == token:
-            assert value == own
-    if best and token not in {other for other, _ in top}:
-        assert own <= top[-1][1]
 
 
 class EngineContract:

@@ -47,6 +47,7 @@ def scan(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
 @given(TEXTS, STOPS, CUTS)
 @example("xabcy", ["b", "abc"], [])
 @example("aabaabaaa", ["aabaaa"], [3, 4])
+@example("aaab", ["aab", "aaab"], [])
 def test_any_cut_gives_what_the_rule_says(text: str, stops: list[str], cuts: list[int]) -> None:
     assert scan(in_pieces(text, cuts), stops) == reference(text, stops)
 
@@ -101,6 +102,7 @@ def test_fb033_of_two_stops_the_one_that_ends_first_wins_however_cut(cuts: tuple
 
 def test_of_stops_that_end_together_the_longest_wins() -> None:
     assert scan(["xabcy"], ["c", "abc", "bc"]) == ("x", "abc")
+    assert scan(["xaaab"], ["aab", "aaab"]) == ("x", "aaab")
 
 
 def test_an_empty_stop_is_refused() -> None:

@@ -66,11 +66,11 @@ _SPECIAL = re.compile(r"<\|(\d{3})\|>")
 
 
 def with_others(token: int, logprob: float, best: int) -> Logprob:
-    """The logprob of `token` with the `best` best alternatives: itself, and ids 0, 1, 2 ... at -10, -11, -12 ..."""
-    if best == 0:
-        return logprob, []
+    """The logprob of `token` with the `best` most likely ids and itself: ids 0, 1, 2 ... stand at -10, -11, -12 ..."""
     others = [(other, other_logprob(other)) for other in range(best + 1) if other != token]
-    return logprob, sorted([(token, logprob), *others], key=lambda entry: -entry[1])[:best]
+    ranked = sorted([(token, logprob), *others], key=lambda entry: -entry[1])
+    top = ranked[:best]
+    return logprob, top if (token, logprob) in top else [*top, (token, logprob)]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,28 @@
+"""`python -m api`: one API node, set up by the settings.
+
+gevent patches the standard library here, before anything else is imported, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from gevent import monkey
+
+monkey.patch_all()
+
+from api.server import serve  # noqa: E402
+from shared import logs  # noqa: E402
+from shared.parent import die_with_parent  # noqa: E402
+from shared.settings import Settings  # noqa: E402
+
+
+def main() -> None:
+    die_with_parent()
+    settings = Settings()
+    if not settings.redis_url:
+        raise SystemExit("No store is configured: set REDIS_URL, or use `sluice up`, which starts one.")
+    logs.configure(settings.log_level, process="api")
+    serve(settings)
+
+
+if __name__ == "__main__":
+    main()

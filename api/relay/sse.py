@@ -1,0 +1,93 @@
+"""The one writer of server-sent events (WHATWG HTML, section 9.2).
+
+Whatever happens once the headers are out, the client gets its end here: the finish the builder made, or one error,
+then `[DONE]`. Knows nothing of frames and of what an event says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+
+import structlog
+
+from api.relay.builder import Event, error_data
+from api.relay.exchange import LONGEST_WAIT, Exchange
+from api.relay.hub import ClientGone
+from shared.errors import Cancelled, InternalError, SluiceError
+
+log = structlog.get_logger(__name__)
+
+CONTENT_TYPE = "text/event-stream"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n"
+#: Seconds between two looks at the place in the queue.
+QUEUE_LOOK = 2.0
+
+
+def stream(
+    exchange: Exchange,
+    first: list[Event],
+    *,
+    heartbeat: float | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[bytes]:
+    """The body of a stream, from the events already there to `[DONE]`.
+
+    `heartbeat`: longest silence in seconds, None = no comments at all. Closes the exchange at its end; never raises.
+    """
+    try:
+        yield from _events(exchange, first, heartbeat, clock)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client gets its end
+        yield b"data: %b\n\n" % error_data(_for_client(exchange, error).to_object())
+    finally:
+        exchange.close()
+    yield DONE
+
+
+def _events(
+    exchange: Exchange, first: list[Event], heartbeat: float | None, clock: Callable[[], float]
+) -> Iterator[bytes]:
+    silence = inf if heartbeat is None else heartbeat
+    place = b"" if heartbeat is None else _place(exchange)
+    yield encode(first) or place  # also when empty: the first write is what sends the headers
+    sent = looked = clock()
+    while not exchange.builder.ended:
+        due = min(sent + silence, looked + QUEUE_LOOK if place else inf)
+        events = exchange.next_events(max(0.0, min(due - clock(), LONGEST_WAIT)))
+        out = encode(events or ())
+        now = clock()
+        if not out and place and now >= looked + QUEUE_LOOK:
+            looked, before, place = now, place, _place(exchange)
+            out = place if place != before else b""
+        if not out and now >= sent + silence:
+            out = place or KEEP_ALIVE
+        if out:
+            yield out
+            sent = clock()
+
+
+def encode(events: Iterable[Event]) -> bytes:
+    return b"".join([b"id: %b\ndata: %b\n\n" % (event.id.encode(), event.data) for event in events])
+
+
+def _place(exchange: Exchange) -> bytes:
+    """A comment on the place in the queue; nothing if the request does not wait in one.
+
+    One line with no blank line after it: some clients dispatch an empty event at a blank line."""
+    position = exchange.position()
+    if position is None:
+        return b""
+    place, eta = position
+    return b": queued position=%d\n" % place if eta is None else b": queued position=%d eta=%ds\n" % (place, round(eta))
+
+
+def _for_client(exchange: Exchange, error: Exception) -> SluiceError:
+    if isinstance(error, ClientGone):
+        return Cancelled("The client hung up.")
+    if isinstance(error, SluiceError):
+        return error
+    log.exception("stream_failed", job=exchange.job.id)
+    return InternalError()

@@ -1,0 +1,59 @@
+"""The switches that turn a model's thinking on or off.
+
+Every spelling in use is read; an explicit off wins over any other switch. Knows nothing of templates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from api.schemas.strict import StrictRequest
+from shared.errors import InvalidRequest
+
+EFFORT_OFF = frozenset({"none", "off", "minimal", "disabled"})
+EFFORT_ON = frozenset({"low", "medium", "high", "xhigh", "max"})
+TYPE_ON = frozenset({"enabled", "adaptive", "auto"})
+
+
+class ThinkingFields(StrictRequest):
+    """Mixed into the request models of both completion endpoints."""
+
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] = Field(default_factory=dict)
+    thinking: dict[str, Any] = Field(default_factory=dict)
+
+    def thinking_switch(self) -> tuple[bool | None, str | None]:
+        """(on, off or nothing said; the field that said so). Raises InvalidRequest for unknown values."""
+        said: list[tuple[bool, str]] = []
+        if self.enable_thinking is not None:
+            said.append((self.enable_thinking, "enable_thinking"))
+        for key in ("enable_thinking", "thinking"):
+            value = self.chat_template_kwargs.get(key)
+            if value is not None:
+                if not isinstance(value, bool):
+                    raise InvalidRequest(
+                        f"chat_template_kwargs.{key} must be true or false.", param="chat_template_kwargs"
+                    )
+                said.append((value, "chat_template_kwargs"))
+        for field, effort in (("reasoning_effort", self.reasoning_effort), ("reasoning", self.reasoning.get("effort"))):
+            if effort is not None:
+                said.append((_effort_on(field, effort), field))
+        kind = self.thinking.get("type")
+        if kind is not None:
+            if not isinstance(kind, str) or kind not in TYPE_ON | {"disabled"}:
+                raise InvalidRequest(
+                    f"thinking.type must be disabled or one of {', '.join(sorted(TYPE_ON))}.", param="thinking"
+                )
+            said.append((kind in TYPE_ON, "thinking"))
+        return min(said, default=(None, None), key=lambda item: item[0])
+
+
+def _effort_on(field: str, effort: object) -> bool:
+    if not isinstance(effort, str) or effort not in EFFORT_OFF | EFFORT_ON:
+        known = ", ".join(sorted(EFFORT_OFF) + sorted(EFFORT_ON))
+        raise InvalidRequest(f"{field}: the effort must be one of {known}.", param=field)
+    return effort in EFFORT_ON

@@ -1,0 +1,44 @@
+"""What the routes work with: the parts that `create_app` wired, one set per process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flask import Flask, current_app
+
+from api.gateway import Gateway
+from api.lifecycle import Lifecycle
+from api.relay.hub import Hub
+from api.relay.watcher import Watcher
+from shared.settings import Settings
+
+#: Their name among the app's extensions.
+EXTENSION = "sluice"
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """`watcher` is None where there are no sockets to watch (tests)."""
+
+    settings: Settings
+    gateway: Gateway
+    hub: Hub
+    watcher: Watcher | None
+    lifecycle: Lifecycle
+
+    def close(self, *, left_behind: bool) -> None:
+        """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so
+        the process must be found dead rather than sign off."""
+        self.hub.stop()
+        if not left_behind:
+            self.gateway.leave()
+
+
+def services() -> Services:
+    """The services of the app that handles the current request."""
+    return services_of(current_app)
+
+
+def services_of(app: Flask) -> Services:
+    found: Services = app.extensions[EXTENSION]
+    return found

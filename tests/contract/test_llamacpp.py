@@ -1,0 +1,40 @@
+"""The llamacpp engine, with the carried model, keeps the contract of every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.register_assert_rewrite("tests.contract.engine")
+
+from shared.cards import ModelCard  # noqa: E402
+from shared.settings import Settings  # noqa: E402
+from tests.contract.engine import EngineContract, EngineUnderTest, loaded  # noqa: E402
+from workers.engines import make as make_engine  # noqa: E402
+from workers.engines.base import Engine  # noqa: E402
+
+
+def make() -> tuple[Engine, ModelCard]:
+    settings = Settings(lanes=4, context_cells=2048)
+    engine = make_engine("llamacpp", None, settings)
+    return engine, engine.load(lambda part, what: None)
+
+
+@pytest.fixture(scope="module")
+def engine_under_test() -> Iterator[EngineUnderTest]:
+    story = "Once upon a time, there was a little girl who lived in a village near the forest."
+    under_test = EngineUnderTest(
+        make=make,
+        prompt=story,
+        ending_prompt=story,
+        obedient_prompt=story,
+        special="<|im_start|>",
+        repeats=False,  # batches of other sizes round otherwise
+    )
+    with loaded(under_test):
+        yield under_test
+
+
+class TestLlamaCppEngine(EngineContract):
+    pass

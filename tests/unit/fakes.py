@@ -1,0 +1,116 @@
+"""The store's side of the API in memory: a hub and a gateway that answer from a script.
+
+Only for tests of what a client sees; the real ones have tests of their own.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from api.relay.hub import ClientGone
+from shared.cards import ModelCard
+from shared.errors import ModelNotFound, SluiceError
+from shared.frames import End, Error, Frame, Name
+from shared.jobs import Job
+
+CARD = ModelCard(
+    id="scripted", engine="scripted", context=1000, vocab_size=65536, lanes=4, fingerprint="fp", aliases=("alias",)
+)
+SLASHED = ModelCard(id="org/model", engine="x", context=100, vocab_size=10, lanes=1, fingerprint="f2", created=5)
+
+#: What the store says to a submitted job: frames (one entry each), lists of frames (one entry), exceptions.
+Script = Callable[[Job], Iterator[Frame | list[Frame] | Exception]]
+
+_GONE = object()
+
+
+class FakeSubscription:
+    def __init__(self) -> None:
+        self._items: queue.Queue[Any] = queue.Queue()
+        self._last = Name(5, 0)
+        self.closed = False
+
+    def push(self, item: Frame | list[Frame] | Exception) -> None:
+        if isinstance(item, Exception):
+            self._items.put(item)
+            return
+        frames = item if isinstance(item, list) else [item]
+        a = self._last.a + 1 if isinstance(frames[-1], End | Error) else self._last.a
+        self._last = Name(a, self._last.s + len(frames))
+        self._items.put((self._last, frames))
+
+    def get(self, timeout: float) -> tuple[Name, list[Frame]] | None:
+        try:
+            item = self._items.get(timeout=max(timeout, 0.001))
+        except queue.Empty:
+            return None
+        if item is _GONE:
+            raise ClientGone
+        if isinstance(item, Exception):
+            raise item
+        got: tuple[Name, list[Frame]] = item
+        return got
+
+    def hang_up(self) -> None:
+        self._items.put(_GONE)
+
+    def fail(self, error: SluiceError) -> None:
+        self._items.put(error)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeStore:
+    """Hub and gateway in one. `script` runs at submission, in the submitter's thread."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script
+        self.jobs: list[Job] = []
+        self.detached: list[str] = []
+        self.open_subscriptions: dict[str, FakeSubscription] = {}
+        self.places: list[tuple[int, float | None] | None] = []
+        self.alive = True
+        self.calls: list[str] = []
+
+    # hub
+    def open(self, job_id: str) -> FakeSubscription:
+        self.calls.append("open")
+        self.open_subscriptions[job_id] = FakeSubscription()
+        return self.open_subscriptions[job_id]
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    # gateway
+    def submit(self, job: Job, *, tenant: str = "default", klass: str = "interactive") -> None:
+        self.calls.append("submit")
+        self.jobs.append(job)
+        for item in self.script(job) if self.script else ():
+            self.open_subscriptions[job.id].push(item)
+
+    def detach(self, job_id: str) -> None:
+        self.detached.append(job_id)
+
+    def leave(self) -> None:
+        self.calls.append("leave")
+
+    def position(self, job_id: str) -> tuple[int, float | None] | None:
+        return self.places.pop(0) if self.places else None
+
+    def cards(self) -> list[ModelCard]:
+        return [CARD, SLASHED]
+
+    def card(self, model: str | None) -> ModelCard:
+        for card in self.cards():
+            if model is None or model == card.id or model in card.aliases:
+                return card
+        raise ModelNotFound(f"The model {model!r} does not exist.", param="model")
+
+    def status(self) -> dict[str, Any]:
+        return {"models": [], "workers": [], "queues": [], "nodes": []}
+
+    def ping(self) -> bool:
+        return self.alive
