@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ports
-from scripts.up import CannotStart, Options, _numbered, base_url, parse_workers, pools, split_model, up
+from scripts.up import CannotStart, Options, _numbered, base_url, parse_workers, pools, up
 from shared.settings import Settings
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
@@ -26,11 +26,12 @@ def test_workers_that_are_none(text: str) -> None:
 
 
 def test_a_model_is_a_path_with_or_without_a_name(tmp_path: Path) -> None:
-    odd = tmp_path / "a=b"
-    odd.mkdir()
-    assert split_model(str(odd)) == (odd, None)
-    assert split_model(f"{odd}=name") == (odd, "name")
-    assert split_model(f"{tmp_path}=org/name") == (tmp_path, "org/name")
+    folder, file = tmp_path / "llama-3", tmp_path / "Tiny.Q4_1.gguf"
+    folder.mkdir()
+    file.touch()
+    for text, model_id in [(folder, "llama-3"), (file, "Tiny"), (f"{folder}=org/name", "org/name")]:
+        [pool] = pools(Options(("llamacpp",), (str(text),)))
+        assert pool.model_id == model_id
 
 
 def test_pools_get_their_models_and_aliases(tmp_path: Path) -> None:
@@ -40,11 +41,6 @@ def test_pools_get_their_models_and_aliases(tmp_path: Path) -> None:
         ("llamacpp", "small", ["gpt-4=small"]),
     ]
     assert [name for _, name in _numbered(made, 2)] == ["scripted-1", "scripted-2", "llamacpp-1", "llamacpp-2"]
-
-
-def test_an_alias_goes_to_a_model_whose_name_only_the_engine_knows(tmp_path: Path) -> None:
-    [pool] = pools(Options(("llamacpp",), (str(tmp_path),), ("gpt-4=whatever",)))
-    assert (pool.model_id, pool.aliases) == (None, ["gpt-4=whatever"])
 
 
 def test_an_alias_of_the_carried_model() -> None:
@@ -60,7 +56,7 @@ def test_an_alias_of_the_carried_model() -> None:
         (Options(("exllamav2",)), "needs --model"),
         (Options(("llamacpp",), ("/no/such/folder",)), "there is no /no/such/folder"),
         (Options(("scripted",), (), ("nonsense",)), "NAME=MODEL"),
-        (Options(("scripted",), (), ("a=other",)), "no model other"),
+        (Options(("scripted",), (), ("a=other",)), "no model other; it serves scripted"),
     ],
 )
 def test_options_that_cannot_work_say_why(options: Options, says: str) -> None:
