@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import site
@@ -16,34 +17,11 @@ from pathlib import Path
 import pytest
 
 from scripts import bootstrap, ports
+from scripts.client import Client
 from tests.conftest import ROOT, wait_for
 from tests.faults.processes import end, in_session
 
 ODD = "Größe und Länge " + "z" * 120
-
-#: Stand for the API and a worker; what is under test is how they are found and started.
-API = """
-import http.server, json, os
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        raw = json.dumps({"data": [{"id": "scripted"}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-address = (os.environ["SLUICE_HOST"], int(os.environ["SLUICE_PORT"]))
-http.server.ThreadingHTTPServer(address, Handler).serve_forever()
-"""
-WORKER = """
-import os, sys, time
-from shared import connection
-assert "--name" in sys.argv and "--engine" in sys.argv, sys.argv
-assert connection.connect(os.environ["REDIS_URL"]).ping()
-print("worker sees the store", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -92,9 +70,7 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 def up(
     checkout: Path, environment: dict[str, str], started: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> Callable[[], tuple[subprocess.Popen[bytes], Path]]:
-    """Starts `./scripts/up` over stub processes and waits until it says it is ready."""
-    (checkout / "api" / "__main__.py").write_text(API, encoding="utf-8")
-    (checkout / "workers" / "__main__.py").write_text(WORKER, encoding="utf-8")
+    """Starts `./scripts/up` and waits until it says it is ready."""
     borrow_environment(checkout / ".venv")
 
     def start() -> tuple[subprocess.Popen[bytes], Path]:
@@ -107,7 +83,6 @@ def up(
         started.append(process)
         wait_for(lambda: process.poll() is not None or b"| ready: " in log.read_bytes(), 60)
         assert process.poll() is None, log.read_text(encoding="utf-8")
-        wait_for(lambda: b"worker sees the store" in log.read_bytes(), 30)
         return process, log
 
     return start
@@ -117,6 +92,9 @@ def test_up_runs_there_and_is_the_process_that_was_started(
     checkout: Path, up: Callable[[], tuple[subprocess.Popen[bytes], Path]]
 ) -> None:
     process, log = up()
+    [url] = re.findall(r"ready: (\S+)", log.read_text(encoding="utf-8"))
+    answer = Client(url).post("/v1/completions", {"model": "scripted", "prompt": "grüße aus der Ferne"})
+    assert answer["choices"][0]["text"] == "grüße aus der Ferne"
     commands = in_session(process.pid)
     for part in ("-m api", "-m workers --engine scripted", "-server"):
         assert [command for command in commands.values() if part in command], (part, commands)
