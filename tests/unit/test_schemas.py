@@ -203,9 +203,20 @@ def test_choices() -> None:
 
 def test_sampling_fields_reach_the_job() -> None:
     """Integers are fine where a number is asked for; -1 is no seed."""
-    fields = dict(temperature=0, top_p=1, top_k=-1, min_p=0.5, typical_p=0.9, presence_penalty=-2, frequency_penalty=2,
-                  repetition_penalty=1.1, min_tokens=3, ignore_eos=True, stop_token_ids=[5],
-                  logit_bias={"0": 1, "65535": -100})  # fmt: skip
+    fields: dict[str, Any] = {
+        "temperature": 0,
+        "top_p": 1,
+        "top_k": -1,
+        "min_p": 0.5,
+        "typical_p": 0.9,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.1,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [5],
+        "logit_bias": {"0": 1, "65535": -100},
+    }
     made = job(**fields, seed=-5, stop="a", add_special_tokens=False, parse_special=False, echo=True)
     assert made.params.logit_bias == {0: 1.0, 65535: -100.0} and made.params.stop_token_ids == (5,)
     for name in fields.keys() - {"logit_bias", "stop_token_ids"}:
