@@ -51,7 +51,7 @@ def read_body(environ: dict[str, Any], limit: int) -> bytes:
     except TimeoutError:
         close_after(environ)
         raise InvalidJson("The body did not arrive in time.") from None
-    except Exception as error:  # a malformed chunk, or the connection broke; each server has its own exceptions
+    except Exception as error:  # noqa: BLE001 - a malformed chunk, or the connection broke; each server has its own exceptions
         close_after(environ)
         raise InvalidJson(f"The body cannot be read ({type(error).__name__}).") from None
     finally:

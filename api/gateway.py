@@ -90,16 +90,37 @@ class Gateway:
             log.warning("detach_failed", job=job_id, error=str(error))
 
     def end_if_abandoned(self, job_id: str) -> None:
-        """Ends a running request whose worker is gone; nobody else would."""
+        """Ends a request that nobody will go on with: its worker is gone, or none came for `cold_start_s`."""
         try:
-            owner, status, terminal = self._store.hmget(keys.job(job_id), "owner", "status", "terminal")
-            if terminal or status != b"started" or not owner or self._store.exists(keys.lease(owner.decode())):
-                return
-            self._scripts.end(
-                job_id, None, "api", error_frame(WorkerLost("The worker that had this request is gone.")), "failed"
+            error = self._abandoned(
+                *self._store.hmget(keys.job(job_id), "status", "owner", "queued", "model", "terminal")
             )
-        except redis.RedisError as error:
+            if error is not None:
+                self._scripts.end(job_id, None, "api", error_frame(error), "failed")
+        except (redis.RedisError, StoreUnavailable) as error:
             log.warning("look_failed", job=job_id, error=str(error))
+
+    def _abandoned(
+        self,
+        status: bytes | None,
+        owner: bytes | None,
+        queued: bytes | None,
+        model: bytes | None,
+        terminal: bytes | None,
+    ) -> SluiceError | None:
+        if terminal or not model:
+            return None
+        if status == b"started" and owner and not self._store.exists(keys.lease(owner.decode())):
+            return WorkerLost("The worker that had this request is gone.")
+        if (
+            status == b"queued"
+            and queued
+            and model.decode() not in {worker["model"] for worker in self._knowledge()[3]}
+        ):
+            seconds, microseconds = self._store.time()
+            if seconds + microseconds / 1e6 - int(queued) / 1e3 > self._settings.cold_start_s:
+                return NoWorker(f"No worker for the model {model.decode()!r} came in time.")
+        return None
 
     def position(self, job_id: str) -> tuple[int, float | None] | None:
         """Place in the queue, 1 = next, and the seconds it may take if a rate is known; None: not waiting."""

@@ -61,8 +61,8 @@ def check_exposure(settings: Settings) -> None:
     if settings.insecure or _is_loopback(settings.host):
         return
     raise SystemExit(
-        f"Refusing to listen on {settings.host}: no API key is configured, so everyone who can reach this address could "
-        "use the server. Listen on 127.0.0.1, or set SLUICE_INSECURE=1 (--insecure) if that is what you want."
+        f"Refusing to listen on {settings.host}: no API key is configured, so everyone who can reach this "
+        "address could use the server. Listen on 127.0.0.1, or say SLUICE_INSECURE=1 (--insecure) if that is meant."
     )
 
 
@@ -91,7 +91,7 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "workers": settings.api_workers,
             "worker_class": ApiWorker,
             "worker_connections": CONNECTIONS,
-            "worker_tmp_dir": "/dev/shm" if os.access("/dev/shm", os.W_OK) else None,  # noqa: S108
+            "worker_tmp_dir": "/dev/shm" if os.access("/dev/shm", os.W_OK) else None,
             "timeout": STUCK,
             "graceful_timeout": int(settings.drain_s) + LAST_WORDS,
             "keepalive": KEEPALIVE,

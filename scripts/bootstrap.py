@@ -30,6 +30,9 @@ MIN_GLIBC = (2, 31)
 RUN = ("requirements.txt",)
 TEST = ("requirements.txt", "requirements-dev.txt")
 
+#: How Python makes an environment, with pip in it.
+MAKE = ("-m", "venv")
+
 #: command -> (requirement files, what the environment's Python is told to run)
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "up": (RUN, ("-m", "scripts.cli", "up")),
@@ -193,7 +196,7 @@ def _make(venv: Path) -> None:
     elif importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         raise Missing(f"Python's venv module is not whole on this system (no ensurepip). {_how_to_get('venv')}")
     else:
-        made = subprocess.run([sys.executable, "-m", "venv", str(venv)])
+        made = subprocess.run([sys.executable, *MAKE, str(venv)])
     if made.returncode != 0:
         shutil.rmtree(venv, ignore_errors=True)
         raise Missing(f"No environment could be made in {venv} (see above). {_how_to_get('venv')}")

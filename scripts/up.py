@@ -18,6 +18,7 @@ from pathlib import Path
 from scripts import carried_model, ports
 from scripts.child import Program
 from scripts.client import Client, ServerError, ServerUnreachable
+from scripts.starter import Starter
 from scripts.store import (
     DataFolder,
     FolderInUse,
@@ -30,6 +31,8 @@ from scripts.store import (
 from scripts.supervisor import Supervisor
 from shared.settings import Settings
 from shared.store_rules import without_password
+from workers.engines import model_name
+from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
 ENGINES = ("llamacpp", "exllamav2", "scripted")
 
@@ -58,25 +61,26 @@ class Options:
 
 @dataclass
 class Pool:
-    """The workers of one engine and model. `model_id` is known where the command line says it."""
+    """The workers of one engine and model. `model` is the file or folder, None for an engine's own."""
 
     engine: str
-    model: str | None = None
+    model: Path | None
+    model_id: str
     aliases: list[str] = field(default_factory=list)
 
-    @property
-    def model_id(self) -> str | None:
-        if self.engine == "scripted":
-            return "scripted"
-        return None if self.model is None else split_model(self.model)[1]
 
-
-def split_model(text: str) -> tuple[Path, str | None]:
-    """`DIR` or `DIR=ID`; a path that exists as it stands is a path, whatever signs it has."""
-    if not Path(text).exists() and "=" in text:
-        folder, _, model_id = text.rpartition("=")
-        return Path(folder), model_id
-    return Path(text), None
+def _pool(engine: str, model: str | None) -> Pool:
+    """`model` is `DIR` or `DIR=ID`, read as the worker reads it."""
+    if engine == "scripted":
+        return Pool(engine, None, "scripted")
+    if model is None:
+        if engine != "llamacpp":
+            raise CannotStart(f"--engine {engine} needs --model DIR, a folder with a model.")
+        return Pool(engine, None, CARRIED_MODEL_ID)
+    path, _, model_id = model.partition("=")
+    if not Path(path).exists():
+        raise CannotStart(f"--model {model}: there is no {Path(path).absolute()}.")
+    return Pool(engine, Path(path), model_id or model_name(Path(path)))
 
 
 def parse_workers(text: str) -> tuple[int, int]:
@@ -97,23 +101,19 @@ def pools(options: Options) -> list[Pool]:
         if engine not in ENGINES:
             raise CannotStart(f"--engine {engine}: there is no such engine. There are: {', '.join(ENGINES)}.")
     models = list(options.models)
-    made = [Pool(e) if e == "scripted" else Pool(e, models.pop(0) if models else None) for e in options.engines]
+    made = [_pool(e, models.pop(0) if models and e != "scripted" else None) for e in options.engines]
     if models:
         raise CannotStart(
             f"--model {models[0]}: more models than engines that take one. Give --engine once for each model."
         )
-    for pool in made:
-        if pool.engine == "exllamav2" and pool.model is None:
-            raise CannotStart("--engine exllamav2 needs --model DIR, a folder with an EXL2 or unquantised model.")
-        if pool.model is not None and not split_model(pool.model)[0].exists():
-            raise CannotStart(f"--model {pool.model}: there is no {split_model(pool.model)[0].absolute()}.")
     for alias in options.aliases:
         name, equals, target = alias.partition("=")
         if not (name and equals and target):
             raise CannotStart(f"--alias {alias}: give NAME=MODEL, the model's id last.")
-        takers = [p for p in made if p.model_id == target] or [p for p in made if p.model_id is None]
+        takers = [pool for pool in made if pool.model_id == target]
         if not takers:
-            raise CannotStart(f"--alias {alias}: no model {target} is served by this run.")
+            served = ", ".join(pool.model_id for pool in made)
+            raise CannotStart(f"--alias {alias}: this run serves no model {target}; it serves {served}.")
         for pool in takers:
             pool.aliases.append(alias)
     return made
@@ -137,8 +137,9 @@ def up(options: Options, settings: Settings, report: Callable[[str], None] | Non
             supervisor = stack.enter_context(Supervisor(programs, say=log.say, hear=log.hear, drain_s=settings.drain_s))
             if store and not _start_store(supervisor, url):
                 return 0
-            expected = [pool.model_id for pool in made] if options.min_workers else []
-            ReadyWatch(settings, expected, log.say, report or log.say).start()
+            served = {pool.model_id for pool in made} if options.min_workers else set()
+            ReadyWatch(settings, served, log.say, report or log.say).start()
+            Starter(url, served, lambda: supervisor.stopping).start()
             supervisor.run()
             return 0
     except (FolderInUse, StoreRefused) as error:
@@ -164,18 +165,18 @@ class Log:
 
 
 class ReadyWatch(threading.Thread):
-    """Asks the API until it is ready and lists a model for each pool, then says so once."""
+    """Asks the API until it is ready and a worker has loaded each model of this run, then says so once."""
 
     def __init__(
         self,
         settings: Settings,
-        expected: Sequence[str | None],
+        served: set[str],
         say: Callable[[str], None],
         report: Callable[[str], None],
     ) -> None:
         super().__init__(daemon=True, name="ready")
         self._client = Client(base_url(settings), timeout_s=5)
-        self._expected = list(expected)
+        self._served = served
         self._say = say
         self._report = report
         self._pause = threading.Event()
@@ -195,20 +196,18 @@ class ReadyWatch(threading.Thread):
         except (ServerUnreachable, ServerError) as error:
             return f"the API is not ready ({error})"
         try:
-            listed = self._client.models()
+            workers = self._client.get("/v1/status")["workers"]
         except ServerError as error:
-            if error.status != 401:
-                return f"the list of models cannot be read ({error})"
-            self._report(f"ready: {self._client.url} (with an API key)")
+            if error.status not in (401, 403):
+                return f"the workers cannot be listed ({error})"
+            # Keys are configured and we have none: the API is up, which is what can be seen.
+            self._report(f"ready: {self._client.url} (asks for an API key)")
             return None
         except ServerUnreachable as error:
             return str(error)
-        known = {model for model in self._expected if model is not None}
-        if known - set(listed):
-            return "no worker serves " + ", ".join(sorted(known - set(listed)))
-        if len(set(listed) - known) < min(1, self._expected.count(None)):
-            return "the model is being loaded"
-        self._report(f"ready: {self._client.url} serves {', '.join(listed) or 'no model'}")
+        if missing := self._served - {worker["model"] for worker in workers}:
+            return "no worker has loaded " + ", ".join(sorted(missing))
+        self._report(f"ready: {self._client.url} serves {', '.join(sorted(self._served)) or 'no model yet'}")
         return None
 
 
@@ -276,7 +275,7 @@ def _api(settings: Settings, url: str) -> Program:
 def _worker(pool: Pool, name: str, settings: Settings, url: str) -> Program:
     arguments = ["--engine", pool.engine]
     if pool.model is not None:
-        arguments += ["--model", pool.model]
+        arguments += ["--model", f"{pool.model}={pool.model_id}"]
     for alias in pool.aliases:
         arguments += ["--alias", alias]
     return Program(

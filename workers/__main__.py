@@ -16,6 +16,7 @@ from shared.cards import ModelCard
 from shared.errors import SluiceError
 from shared.parent import die_with_parent
 from shared.settings import Settings
+from shared.store_rules import StoreRefused, check_store
 from workers.engine_loop import EngineLoop
 from workers.engines import make
 from workers.lane import Lane
@@ -52,6 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     logs.configure(settings.log_level, process="worker")
     if not settings.redis_url:
         print("REDIS_URL is not set: start everything with `sluice up`, or set it to the store's URL.", file=sys.stderr)
+        return 2
+    try:
+        for warning in check_store(settings.redis_url):
+            log.warning("store", message=warning)
+    except StoreRefused as error:
+        print(error, file=sys.stderr)
         return 2
     name = options.name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
     worker: LaneWorker | None = None

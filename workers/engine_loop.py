@@ -98,7 +98,7 @@ class EngineLoop(threading.Thread):
     def run(self) -> None:
         try:
             self._card = self.engine.load(self._progress)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the main thread raises it
             self._load_error = error
             return
         finally:
@@ -118,10 +118,10 @@ class EngineLoop(threading.Thread):
         if not self._lanes:
             self._wake.wait(IDLE)
             return
+        self._check_deadlines()
         if any(len(lane.outbox) > OUTBOX_LIMIT for lane in self._lanes.values()):
             self._wake.wait(0.01)
             return
-        self._check_deadlines()
         self._step()
 
     def _step(self) -> None:

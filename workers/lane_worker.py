@@ -48,6 +48,8 @@ BEAT = 2.0
 STAT = 0.25
 #: Seconds that figures stay readable.
 STAT_TTL = 30
+#: Lanes booked out in one round trip, at most.
+BOOKED_AT_ONCE = 64
 #: Longest wait at the end for what is still to be written, s.
 FLUSH = 5.0
 
@@ -78,6 +80,7 @@ class LaneWorker(SimpleWorker):
         self._loop = loop
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
+        self._renaming = threading.Lock()
         self._draining = threading.Event()
         self._over: queue.SimpleQueue[tuple[Lane, bool, str] | None] = queue.SimpleQueue()
         self._done = threading.Event()
@@ -267,6 +270,13 @@ class LaneWorker(SimpleWorker):
 
     def _retire(self) -> None:
         """The store does not know this worker any more: nothing that runs here is its own. Goes on under a new name."""
+        lease = int(self._settings.lease_s * 1000)
+        with self._renaming:
+            if self._scripts.beat("worker", self.name, lease, register=False) is not None:
+                return  # another thread has noticed first
+            self._rename(lease)
+
+    def _rename(self, lease_ms: int) -> None:
         log.warning("worker_retired", worker=self.name)
         with self._lock:
             lanes = list(self._lanes.values())
@@ -275,7 +285,7 @@ class LaneWorker(SimpleWorker):
         self.name = f"{self.name.split('~')[0]}~{os.urandom(3).hex()}"
         self.register_birth()  # type: ignore[no-untyped-call]
         self._publish_card()
-        self._scripts.beat("worker", self.name, int(self._settings.lease_s * 1000), register=True)
+        self._scripts.beat("worker", self.name, lease_ms, register=True)
 
     def _write_stat(self, *, force: bool = False) -> None:
         busy = len(self._lanes)
@@ -304,16 +314,16 @@ class LaneWorker(SimpleWorker):
 
     def _finalise(self) -> None:
         """Books lanes out until None comes; what lies ready goes in one round trip."""
-        while (item := self._over.get()) is not None:
-            batch = [item]
-            while len(batch) < 64 and not self._over.empty() and (item := self._over.get()) is not None:
-                batch.append(item)
+        last = False
+        while not last:
+            batch = [self._over.get()]
+            while len(batch) < BOOKED_AT_ONCE and not self._over.empty():
+                batch.append(self._over.get())
+            last = None in batch
             try:
-                self._book(batch)
+                self._book([item for item in batch if item is not None])
             except Exception:  # the heartbeat books out what is left
-                log.exception("booking_failed", jobs=[lane.job.id for lane, _, _ in batch])
-            if item is None:
-                return
+                log.exception("booking_failed", lanes=len(batch))
 
     def _book(self, batch: list[tuple[Lane, bool, str]]) -> None:
         with self._store.pipeline(transaction=False) as pipeline:

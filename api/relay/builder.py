@@ -82,8 +82,10 @@ class CompletionBuilder:
         running = self._options.continuous_usage
         self._tail = b"}" if running or self._options.include_usage is not True else b',"usage":null}'
         self._running = running
+        self._before_text = self._head + b'{"text":'
+        rest = b"" if running else self._tail
         self._after_text = [
-            b',"index":%d,"logprobs":null,"finish_reason":null,"stop_reason":null}]' % index
+            b',"index":%d,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b' % (index, rest)
             for index in range(len(self._choices))
         ]
 
@@ -118,7 +120,8 @@ class CompletionBuilder:
             if made:
                 name = f"{last.a}-{seq + run - 1}"
                 events.append(Event(name, made[0]))
-                events.extend(Event(f"{name}.{k}", data) for k, data in enumerate(made[1:], 1))
+                if len(made) > 1:
+                    events.extend(Event(f"{name}.{k}", data) for k, data in enumerate(made[1:], 1))
             if self.ended:
                 break
             index = run
@@ -144,8 +147,10 @@ class CompletionBuilder:
     def _delta(self, neighbours: list[Delta]) -> list[bytes]:
         index = neighbours[0].i
         choice = self._choices[index]
-        choice.tokens += sum(len(frame.t) for frame in neighbours)
-        text = "".join([frame.text for frame in neighbours])
+        text = ""
+        for frame in neighbours:
+            choice.tokens += len(frame.t)
+            text += frame.text
         if not text:
             return []
         choice.text.append(text)
@@ -181,7 +186,8 @@ class CompletionBuilder:
     # -- chunks out
 
     def _chunk(self, index: int, text: str) -> bytes:
-        return b'%b{"text":%b%b%b' % (self._head, _text(text), self._after_text[index], self._usage_so_far())
+        chunk = self._before_text + _text(text) + self._after_text[index]
+        return chunk + self._usage_so_far() if self._running else chunk
 
     def _finish_chunk(self, finish: Finish, usage: dict[str, Any] | None) -> bytes:
         return b'%b{"text":"","index":%d,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b' % (

@@ -40,7 +40,7 @@ def stream(
     """
     try:
         yield from _events(exchange, first, heartbeat, clock)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client gets its end
         yield b"data: %b\n\n" % error_data(_for_client(exchange, error).to_object())
     finally:
         exchange.close()

@@ -95,7 +95,7 @@ def _tell_ignored(names: list[str], *, strict: bool) -> None:
     if not names:
         return
     if strict:
-        raise UnsupportedParameter(f"There is no field {ascii(names[0][:64])}.", param=names[0][:64])
+        raise UnsupportedParameter(f"There is no field {names[0][:64]!a}.", param=names[0][:64])
     announce("x-sluice-ignored", ignored_header(names))
 
 

@@ -81,7 +81,7 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
     def read(cls, body: dict[str, Any]) -> CompletionRequest:
         for name, value in body.items():
             if value is not None and name.startswith(cls.engine_extras):
-                raise UnsupportedParameter(f"No engine of this server supports {ascii(name[:64])}.", param=name[:64])
+                raise UnsupportedParameter(f"No engine of this server supports {name[:64]!a}.", param=name[:64])
         return super().read(body)
 
     def to_call(self, card: ModelCard, settings: Settings, *, created: int) -> CompletionCall:

@@ -47,9 +47,9 @@ class SamplingFields(StrictRequest):
     min_tokens: Annotated[int, _integer("min_tokens")] = 0
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    logit_bias: dict[str, Any] = {}
+    logit_bias: dict[str, Any] = Field(default_factory=dict)
     stop: Any = None
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default_factory=list)
 
     def sampling_params(self, card: ModelCard, settings: Settings) -> SamplingParams:
         """Raises InvalidRequest for token ids the model does not have, UnsupportedParameter for fields its engine
@@ -101,7 +101,7 @@ class SamplingFields(StrictRequest):
         for key, bias in self.logit_bias.items():
             if not _TOKEN_ID.fullmatch(key):
                 raise InvalidRequest(
-                    f"logit_bias keys are token ids as decimal strings, not {ascii(key[:64])}.", param="logit_bias"
+                    f"logit_bias keys are token ids as decimal strings, not {key[:64]!a}.", param="logit_bias"
                 )
             if int(key) >= vocab_size:
                 raise InvalidRequest(

@@ -73,4 +73,4 @@ def only_keys(field: str, value: dict[str, Any], known: tuple[str, ...]) -> None
     """Raises InvalidRequest if the object has a non-null key besides `known`."""
     for key, item in value.items():
         if item is not None and key not in known:
-            raise InvalidRequest(f"{field} has no key {ascii(key[:64])}; it has {', '.join(known)}.", param=field)
+            raise InvalidRequest(f"{field} has no key {key[:64]!a}; it has {', '.join(known)}.", param=field)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from api.schemas.strict import StrictRequest
 from shared.errors import InvalidRequest
 
@@ -19,10 +21,10 @@ class ThinkingFields(StrictRequest):
     """Mixed into the request models of both completion endpoints."""
 
     enable_thinking: bool | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
-    reasoning: dict[str, Any] = {}
-    thinking: dict[str, Any] = {}
+    reasoning: dict[str, Any] = Field(default_factory=dict)
+    thinking: dict[str, Any] = Field(default_factory=dict)
 
     def thinking_switch(self) -> tuple[bool | None, str | None]:
         """(on, off or nothing said; the field that said so). Raises InvalidRequest for unknown values."""

@@ -327,3 +327,45 @@ def test_scripts_are_loaded_again_by_a_store_that_forgot_them(store: Store, star
     node.submit(script("a")).read()
     store.client.script_flush()
     assert node.submit(script("a", "b")).read().text == "ab"
+
+
+def test_a_worker_that_the_store_forgot_goes_on_under_a_new_name(store: Store, start_worker: Start, node: Node) -> None:
+    worker = start_worker()
+    node.submit(script("a")).read()
+    store.client.srem(keys.WORKERS, worker.name)
+    wait_for(lambda: [name for name in store.client.smembers(keys.WORKERS) if name.startswith(worker.name.encode())])
+    assert not store.client.sismember(keys.WORKERS, worker.name)
+    wait_for(lambda: node.gateway.status()["workers"])
+    stream = node.submit(script("a", "b")).read()
+    assert stream.text == "ab"
+    stream = node.submit(SLOW)
+    stream.read(lambda stream: stream.tokens)
+    stream.hang_up()  # the new name has its control channel
+    wait_for(lambda: node.busy() == 0, 2)
+    worker.stop()
+
+
+def test_a_request_waits_for_a_worker_that_something_starts_but_not_for_ever(
+    store: Store, start_worker: Start, node: Node
+) -> None:
+    first = start_worker()
+    node.submit(script("a")).read()
+    first.kill()
+    store.client.delete(keys.lease(first.name))
+    store.client.set(keys.starter("scripted"), "1", ex=60)
+    wait_for(lambda: not node.gateway.status()["workers"])
+    stream = node.submit(script("a", "b"))
+    start_worker()
+    assert stream.read().text == "ab"
+    late = node.submit(SLOW)
+    late.read(lambda stream: stream.tokens)
+    late.hang_up()
+
+
+def test_no_worker_in_time_is_told_so(store: Store, node: Node) -> None:
+    node.settings.cold_start_s = 1.0
+    store.client.set(keys.starter("scripted"), "1", ex=60)
+    wait_for(lambda: not node.gateway.status()["workers"])
+    stream = node.submit(script("a")).read(timeout=15)
+    assert stream.error is not None and stream.error["code"] == "no_worker"
+    store.client.delete(keys.starter("scripted"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from shared.frames import Delta, End, Finish, Frame, Name, Start, Take
@@ -34,7 +36,7 @@ def told(*texts: str, reason: str = "stop", prompt_tokens: int = 3) -> list[Fram
 def entries(frames: list[Frame], cuts: list[int], a: int = 5) -> list[Entry]:
     """The frames cut into entries behind the given counts; `end` has an entry and an attempt of its own."""
     borders = sorted({0, len(frames) - 1, *(cut for cut in cuts if cut < len(frames))})
-    cut = [(Name(a, end), frames[start:end]) for start, end in zip(borders, borders[1:], strict=False)]
+    cut = [(Name(a, end), frames[start:end]) for start, end in pairwise(borders)]
     return [*cut, (Name(a + 1, len(frames)), frames[-1:])]
 
 

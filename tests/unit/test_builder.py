@@ -73,7 +73,7 @@ def test_stream_and_response_agree(
 def test_a_replay_goes_on_behind_any_cursor(
     request: tuple[Job, list[Frame], list[str]], cuts: list[int], seen: int
 ) -> None:
-    """What was seen up to an event, and a replay of the log fed in two parts at that event's frame, is the text once."""
+    """What was seen up to an event and a replay of the log, cut at that event's frame, are the text once."""
     job, frames, want = request
     live = run(build(job), entries(frames, cuts))
     seen = min(seen, len(live) - 1)

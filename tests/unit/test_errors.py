@@ -64,8 +64,8 @@ def test_trailing_slash_and_query_do_not_matter(client: FlaskClient, path: str) 
 
 @pytest.mark.parametrize(
     "kind",
-    [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/jsonx",
-     "text/json", "application/json; charset=latin-1", "application/vnd.api+json", "json"],
+    [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
+     "application/jsonx", "text/json", "application/json; charset=latin-1", "application/vnd.api+json", "json"],
 )  # fmt: skip
 def test_media_types_refused(client: FlaskClient, kind: str | None) -> None:
     refused(client.post("/v1/completions", data=b'{"prompt":"x"}', content_type=kind), 415, "unsupported_media_type")

@@ -98,12 +98,49 @@ def test_what_is_not_built_is_refused_and_named(field: str, value: Any) -> None:
     assert isinstance(error, UnsupportedParameter) and error.param == field
 
 
-NULLABLE = (
-    "model max_tokens temperature top_p n stream stop logprobs echo seed logit_bias suffix user best_of stream_options "
-    "presence_penalty frequency_penalty response_format top_k min_p typical_p repetition_penalty min_tokens ignore_eos "
-    "stop_token_ids add_special_tokens parse_special fit_max_tokens reasoning_effort thinking enable_thinking background "
-    "fanout store service_tier priority regex grammar choice dry_multiplier unknown"
-).split()
+NULLABLE = [
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stream",
+    "stop",
+    "logprobs",
+    "echo",
+    "seed",
+    "logit_bias",
+    "suffix",
+    "user",
+    "best_of",
+    "stream_options",
+    "presence_penalty",
+    "frequency_penalty",
+    "response_format",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "add_special_tokens",
+    "parse_special",
+    "fit_max_tokens",
+    "reasoning_effort",
+    "thinking",
+    "enable_thinking",
+    "background",
+    "fanout",
+    "store",
+    "service_tier",
+    "priority",
+    "regex",
+    "grammar",
+    "choice",
+    "dry_multiplier",
+    "unknown",
+]
 
 
 def test_null_is_absent() -> None:
@@ -166,8 +203,20 @@ def test_choices() -> None:
 
 def test_sampling_fields_reach_the_job() -> None:
     """Integers are fine where a number is asked for; -1 is no seed."""
-    fields = dict(temperature=0, top_p=1, top_k=-1, min_p=0.5, typical_p=0.9, presence_penalty=-2, frequency_penalty=2,
-                  repetition_penalty=1.1, min_tokens=3, ignore_eos=True, stop_token_ids=[5], logit_bias={"0": 1, "65535": -100})  # fmt: skip
+    fields: dict[str, Any] = {
+        "temperature": 0,
+        "top_p": 1,
+        "top_k": -1,
+        "min_p": 0.5,
+        "typical_p": 0.9,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.1,
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [5],
+        "logit_bias": {"0": 1, "65535": -100},
+    }
     made = job(**fields, seed=-5, stop="a", add_special_tokens=False, parse_special=False, echo=True)
     assert made.params.logit_bias == {0: 1.0, 65535: -100.0} and made.params.stop_token_ids == (5,)
     for name in fields.keys() - {"logit_bias", "stop_token_ids"}:
@@ -211,9 +260,14 @@ def test_what_the_engine_refuses() -> None:
     assert isinstance(refused({"typical_p": 0.5}, card), UnsupportedParameter)
 
 
-@given(st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)), st.recursive(
+VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=5)))  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)), VALUES))
 def test_any_values_are_a_job_or_a_400(body: dict[str, Any]) -> None:
     """FB-039: nothing a client sends is a 500."""
     try:

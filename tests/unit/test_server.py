@@ -79,11 +79,11 @@ class Api:
             self.process.stderr.close()
 
 
-def request(body: bytes, *, length: int | None = None, more: str = "") -> bytes:
+def request(body: bytes, *, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n"
-        f"{more}\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {size}\r\n\r\n"
     ).encode() + body
 
 
@@ -242,7 +242,8 @@ def test_a_body_that_ends_early(api: Api) -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [b"BAD\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nA: \x00\r\n\r\n", b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n",
+    [b"BAD\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nA: \x00\r\n\r\n",
+     b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n",
      b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", b"\x16\x03\x01\x02\x00"],
 )  # fmt: skip
 def test_what_is_no_http_is_answered_in_json(api: Api, raw: bytes) -> None:
@@ -302,10 +303,18 @@ def test_the_end_of_a_drain() -> None:
     api.close()
 
 
+def test_without_a_store_it_says_so() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("REDIS_URL", "SLUICE_REDIS_URL")}
+    done = subprocess.run(
+        [sys.executable, "-m", "api"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1 and "REDIS_URL" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_not_open_to_everyone_by_accident() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
         check_exposure(Settings(host=host))
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(SystemExit, match="insecure|INSECURE"):
+        with pytest.raises(SystemExit, match=r"insecure|INSECURE"):
             check_exposure(Settings(host=host))
         check_exposure(Settings(host=host, insecure=True))

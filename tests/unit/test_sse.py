@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.lifecycle import Lifecycle
 from api.relay import sse
 from api.relay.builder import CompletionBuilder
 from api.relay.exchange import Exchange
-from api.lifecycle import Lifecycle
 from shared.errors import ContextLengthExceeded, JobLost, NoWorker, SluiceError, StoreUnavailable, WorkerLost
 from shared.frames import Delta, Error, Frame, Start, Take
 from shared.jobs import Job

@@ -127,7 +127,8 @@ def test_integers_of_any_length() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b'{"a":' + b"[" * 5_000_000, b'{"a":' + b"[]," * 1_000_000 + b"1}", b'{"a":"' + b'\\"' * 4_000_000, b'{"a":"' + b"[" * 8_000_000 + b'"}',
+    [b'{"a":' + b"[" * 5_000_000, b'{"a":' + b"[]," * 1_000_000 + b"1}", b'{"a":"' + b'\\"' * 4_000_000,
+     b'{"a":"' + b"[" * 8_000_000 + b'"}',
      b"9" * 5_000_000, b'{"a":' + b"1" * 5_000_000 + b"}"],
     ids=["open", "pairs", "quotes", "string", "digits", "integer"],
 )  # fmt: skip

@@ -39,4 +39,8 @@ def make(kind: str, model: str | None, settings: Settings) -> Engine:
 def model_name(path: Path) -> str:
     """The id of a model that was given none: its file's name without the format (`Name.Q4_1.gguf` -> `Name`), or its
     folder's."""
-    return re.sub(r"[.-](I?Q\d\w*|B?F16|F32)$", "", path.stem, flags=re.IGNORECASE) if path.suffix == ".gguf" else path.name
+    return (
+        re.sub(r"[.-](I?Q\d\w*|B?F16|F32)$", "", path.stem, flags=re.IGNORECASE)
+        if path.suffix == ".gguf"
+        else path.name
+    )

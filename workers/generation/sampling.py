@@ -233,7 +233,9 @@ class Sampler:
         if 0 < params.top_k < len(row):
             ids = np.sort(largest(row, params.top_k))
             row = row[ids]
-        weights = np.exp((row - best) * np.float32(1 / params.temperature))
+        weights = row - best
+        weights *= np.float32(1 / params.temperature)
+        np.exp(weights, out=weights)
         if params.top_p < 1:
             ids, weights = _narrowed(ids, weights, _nucleus(weights, params.top_p))
         if params.min_p > 0:
@@ -247,37 +249,41 @@ def _narrowed(ids: Ids | None, weights: Weights, kept: Ids) -> tuple[Ids, Weight
     return (kept if ids is None else ids[kept]), weights[kept]
 
 
-def _shortest(order: Ids, weights: Weights, mass: float) -> Ids:
-    """The shortest head of `order` whose weights reach `mass` (the one that reaches it included), ascending."""
-    sums = np.cumsum(weights[order], dtype=np.float64)
-    return np.sort(order[: int(np.searchsorted(sums, mass)) + 1])
-
-
 def _nucleus(weights: Weights, top_p: float) -> Ids:
     """Indices of the nucleus (Holtzman et al., 2019): the fewest, heaviest weights that hold `top_p` of the mass."""
-    total = float(weights.sum(dtype=np.float64))
+    mass = top_p * float(weights.sum(dtype=np.float64))
     # What lies below this floor cannot hold 1 - top_p of the mass even if all weights lie there.
     exact = (1 - top_p) / len(weights)
-    candidates: Ids | None = None
-    for floor in (*(f for f in _FLOORS if f > exact), exact):
-        candidates = np.flatnonzero(weights >= np.float32(floor * total))
-        if float(weights[candidates].sum(dtype=np.float64)) >= top_p * total:
+    for floor in (*(f for f in _FLOORS if f > exact), exact, 0.0):
+        candidates: Ids = np.flatnonzero(weights >= np.float32(floor * mass))
+        heavy = weights[candidates]
+        if float(heavy.sum(dtype=np.float64)) >= mass:
             break
-    else:
-        candidates = np.arange(len(weights))  # rounding at the very edge
-    order = candidates[np.argsort(-weights[candidates], kind="stable")]
-    return _shortest(order, weights, top_p * total)
+    # Sorting the values alone is vectorised, sorting indices by them is not: 20 times as fast on wide nuclei.
+    ranked = np.sort(heavy)[::-1]
+    count = min(int(np.searchsorted(np.cumsum(ranked.astype(np.float64)), mass)) + 1, len(ranked))
+    lightest = ranked[count - 1]
+    kept = heavy > lightest
+    ties = np.flatnonzero(heavy == lightest)
+    kept[ties[: count - int(kept.sum())]] = True
+    nucleus: Ids = candidates[kept]
+    return nucleus
 
 
 def _typical(weights: Weights, typical_p: float) -> Ids:
-    """Indices kept by locally typical sampling (Meister et al., 2022): closest to the entropy first."""
+    """Indices kept by locally typical sampling (Meister et al., 2022): those whose surprise is closest to the
+    entropy, until they hold `typical_p` of the mass."""
     drawable = np.flatnonzero(weights > 0)
-    probabilities = weights[drawable].astype(np.float64)
-    probabilities /= probabilities.sum()
+    probabilities = weights[drawable] / weights.sum(dtype=np.float64)
     surprise = -np.log(probabilities)
-    entropy = float((probabilities * surprise).sum())
-    order = drawable[np.argsort(np.abs(surprise - entropy), kind="stable")]
-    return _shortest(order, weights, typical_p * float(weights.sum(dtype=np.float64)))
+    distance = np.abs(surprise - float((probabilities * surprise).sum()))
+    for reach in (1.0, 2.0, 4.0, 8.0, math.inf):
+        near = np.flatnonzero(distance <= reach)
+        if float(probabilities[near].sum()) >= typical_p:
+            break
+    order = near[np.argsort(distance[near], kind="stable")]
+    count = int(np.searchsorted(np.cumsum(probabilities[order]), typical_p)) + 1
+    return np.sort(drawable[order[:count]])
 
 
 def _draw(weights: Weights, u: float) -> int:

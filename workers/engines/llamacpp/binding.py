@@ -15,16 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import cffi  # type: ignore[import-untyped]
+import cffi
 
 log = logging.getLogger(__name__)
 
 #: The wheel is built for AVX2; on an older CPU its first vector instruction would end the process.
 CPU_FLAGS = ("avx2", "fma", "f16c")
 
-#: Spins of an idle OpenMP thread before it sleeps. By default libgomp spins for milliseconds, which starves the
-#: threads that it waits for when another process wants the cores too. Measured on 2 cores in docs/performance.md.
-SPIN_COUNT = "20000"
+#: Spins of a waiting OpenMP thread before it sleeps. By default libgomp spins for milliseconds, which keeps other
+#: processes from the core without helping: 1000 and 300,000 spins are equally fast on idle cores.
+SPIN_COUNT = "5000"
 
 # By-value structs end in spare room: a later library may append fields, and it copies its own size both ways.
 _DECLARATIONS = """
@@ -144,6 +144,7 @@ uint32_t llama_n_batch(const llama_context * ctx);
 llama_memory_t llama_get_memory(const llama_context * ctx);
 void llama_memory_clear(llama_memory_t mem, bool data);
 bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+void llama_set_n_threads(llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
 int32_t llama_decode(llama_context * ctx, llama_batch batch);
 float * llama_get_logits(llama_context * ctx);
 """

@@ -26,9 +26,7 @@ class Context:
     """KV memory of at least `cells` tokens, for sequences 0..lanes-1 with one token memory (`kv_unified`): split
     memory would give each lane cells / lanes and refuse longer prompts. Raises LoadError."""
 
-    def __init__(
-        self, library: Library, model: Model, *, cells: int, lanes: int, batch_tokens: int, threads: int
-    ) -> None:
+    def __init__(self, library: Library, model: Model, *, cells: int, lanes: int, batch_tokens: int) -> None:
         if lanes > MOST_LANES:
             raise LoadError(f"llama.cpp runs at most {MOST_LANES} sequences: set SLUICE_LANES to that or less.")
         self._lib, self._ffi, self._model = library.lib, library.ffi, model
@@ -38,7 +36,6 @@ class Context:
         params.n_seq_max = lanes
         params.n_outputs_max = lanes + SCORED_ROWS
         params.n_outputs_max_per_seq = 0  # as many as the batch's
-        params.n_threads = params.n_threads_batch = threads
         params.kv_unified = True
         self._pointer = self._lib.llama_init_from_model(model.pointer, params)
         if self._pointer == self._ffi.NULL:
@@ -71,6 +68,7 @@ class Context:
         self._batch.seq_id = self._sequence_pointers
         self._batch.logits = self._ffi.from_buffer("int8_t[]", self._wanted)
         self._length = 0
+        self._rows = 0  # of logits, of the batch last decoded
 
     def clear_batch(self) -> None:
         self._length = 0
@@ -94,13 +92,19 @@ class Context:
             self._wanted[end - wanted : end] = 1
         self._length = end
 
-    def decode(self) -> int:
+    @property
+    def length(self) -> int:
+        """Tokens in the batch."""
+        return self._length
+
+    def decode(self, threads: int) -> int:
         """Computes the batch. 0: done; 1: no cells for it, nothing has changed; -1: llama.cpp refuses the batch,
         nothing has changed; other values: it failed, and the memory's state is unknown."""
         self._rows = int(np.count_nonzero(self._wanted[: self._length]))
         if self._rows > self._most_outputs:
             raise OverflowError(f"{self._rows} rows of logits; the limit is {self._most_outputs}.")
         self._batch.n_tokens = self._length
+        self._lib.llama_set_n_threads(self._pointer, threads, threads)
         return int(self._lib.llama_decode(self._pointer, self._batch[0]))
 
     def logits(self) -> npt.NDArray[np.float32]:
@@ -119,7 +123,7 @@ class Context:
         """Decodes one token and forgets it: what is broken shows here and not at the first request."""
         self.clear_batch()
         self.append(0, [self._model.bos_id or 0], 0, 1)
-        code = self.decode()
+        code = self.decode(1)
         if code != 0 or not np.isfinite(self.logits()).all():
             raise LoadError(f"{path} loads, but decoding a token fails (code {code}): is the file damaged?")
         self.forget(0)

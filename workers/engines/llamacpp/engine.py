@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from workers.engines.llamacpp.lane import Lane
 from workers.engines.llamacpp.model import Model, find_gguf, identity
 from workers.engines.llamacpp.options import LlamaCppOptions, usable_cores
 from workers.engines.llamacpp.schedule import shares
+from workers.engines.llamacpp.threads import ThreadChoice
 from workers.generation.sampling import raw_logprob
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class LlamaCppEngine(Engine):
         self._running: list[Lane] = []  # oldest first; all older than those who wait
         self._free_sequences = list(range(options.lanes))
         self._cells = Cells(options.context_cells)
+        self._threads = ThreadChoice(usable_cores())
         self._arrivals = 0
 
     def load(self, progress: Progress) -> ModelCard:
@@ -76,7 +79,6 @@ class LlamaCppEngine(Engine):
             cells=options.context_cells,
             lanes=options.lanes,
             batch_tokens=options.batch_tokens,
-            threads=options.threads or usable_cores(),
         )
         self._context.warm_up(path)
         self._end_ids = frozenset(self._model.end_ids)
@@ -211,7 +213,7 @@ class LlamaCppEngine(Engine):
         while self._running:
             self._grow()
             parts = self._fill()
-            code = self._context.decode()
+            code = self._decode()
             if code == 0:
                 return parts
             if code == 1 and len(self._running) > 1:
@@ -223,6 +225,16 @@ class LlamaCppEngine(Engine):
             else:
                 raise EngineDied(f"llama_decode returned {code}: {self._library.last_errors()}")
         return []
+
+    def _decode(self) -> int:
+        if self._options.threads:
+            return self._context.decode(self._options.threads)
+        tokens = self._context.length
+        threads = self._threads.pick(tokens)
+        began = time.perf_counter()
+        code = self._context.decode(threads)
+        self._threads.took(tokens, time.perf_counter() - began)
+        return code
 
     def _grow(self) -> None:
         """Sees that every lane has the cells of its tokens, the oldest first, at the cost of the youngest."""

@@ -19,7 +19,7 @@ DEFAULT_LANES = 16
 class LlamaCppOptions:
     """`model`: a GGUF file, or a folder with one. `model_id`, `aliases`: the names it is served under.
 
-    `threads`: None = the cores this process may use. `context_cells`: tokens of all lanes together.
+    `threads`: None = at most the cores this process may use, fewer while others want them. `context_cells`: tokens of all lanes together.
     `context_length`: longest prompt + completion; None = the model's. `batch_tokens`: tokens decoded in one step,
     at most; of them `prefill_chunk` prompt tokens while other lanes decode. `libllama`: another library than the
     wheel's. `cache_dir`: where converted models are kept.

@@ -1,0 +1,1 @@
+"""Measurements that anyone can repeat. Each module has a `main(argv)`."""
