@@ -14,7 +14,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     `context`: tokens of prompt and completion together. `vocab_size`: ids a client may name (the head may be
     wider). `add_bos`: the tokenizer puts `bos_id` before a string. `end_ids`: ids that end a text.
     `fingerprint`: changes with the weights, the engine or anything else that changes the numbers.
-    `unsupported`: extension fields that this engine refuses.
+    `constraints`: the engine obeys token masks. `unsupported`: extension fields that this engine refuses.
     """
 
     id: str
@@ -29,7 +29,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     bos_id: int | None = None
     end_ids: tuple[int, ...] = ()
     chat_template: str | None = None
-    constraints: bool = True
+    constraints: bool = False
     unsupported: tuple[str, ...] = ()
 
 
