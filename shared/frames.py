@@ -27,7 +27,8 @@ class Take(msgspec.Struct, tag_field="k", tag="take"):
 
 
 class Start(msgspec.Struct, tag_field="k", tag="start", omit_defaults=True):
-    """Once a request, before any token. `echo`: the decoded prompts, only for echo of token prompts."""
+    """Once a request, before any token. `echo`: the prompts' text, where token ids were sent and their text or its
+    length is needed (echo, logprobs); a prompt that was sent as text is as sent."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -35,17 +36,25 @@ class Start(msgspec.Struct, tag_field="k", tag="start", omit_defaults=True):
 
 
 class Prompt(msgspec.Struct, tag_field="k", tag="prompt", omit_defaults=True, rename={"from_": "from"}):
-    """A piece of a prompt's logprobs, tokens `from` on; pieces stay below 64 KB."""
+    """A piece of the logprobs of prompt `i`: its tokens `from` on, not counting a BOS that the server put first.
+
+    `o` and `p` as in Delta, offsets within the prompt. The first token of a prompt has no logprob. A frame stays below
+    64 KB."""
 
     from_: int
+    t: list[int]
     lp: list[Logprob | None]
+    o: list[int]
+    p: dict[int, str] = {}
     i: int = 0
 
 
 class Delta(msgspec.Struct, tag_field="k", tag="delta", omit_defaults=True):
     """Tokens of choice `i`: every id sampled since its last delta, and the text that became final with them.
 
-    `n`: how many ids of the choice, since its first, have all their text out; absent = all. `lp`: one an id.
+    `n`: how many ids of the choice, since its first, have all their text out; absent = all. With logprobs, one an id:
+    `lp`, and `o`, where its text begins, in code points of the choice's text. `p`: bytes, in hex, of each id in `t` and
+    `lp` that no earlier frame of the request told.
     """
 
     i: int
@@ -53,6 +62,8 @@ class Delta(msgspec.Struct, tag_field="k", tag="delta", omit_defaults=True):
     text: str = ""
     n: int | None = None
     lp: list[Logprob] | None = None
+    o: list[int] | None = None
+    p: dict[int, str] = {}
 
 
 class Finish(msgspec.Struct, tag_field="k", tag="finish", omit_defaults=True):

@@ -24,7 +24,7 @@ Class = Literal["interactive", "batch"]
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """A checked request. Choices are prompt-major: index = prompt * n + j.
 
-    `max_tokens` None = all remaining context. `seed` is drawn at submission if the request had none.
+    `max_tokens` None = all remaining context; 0 = generate nothing, only score the prompts. `seed` is drawn at submission if the request had none.
     `add_special` / `parse_special`: how string prompts are tokenised. `created`: s, the API's clock.
     """
 
@@ -46,9 +46,19 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     params: SamplingParams = SamplingParams()
 
     @property
+    def candidates(self) -> int:
+        """Choices to generate for each prompt; best_of keeps n of them."""
+        return max(self.n, self.best_of)
+
+    @property
     def choices(self) -> int:
-        """Candidates to generate, over all prompts."""
-        return len(self.prompts) * max(self.n, self.best_of)
+        """Choices to generate, over all prompts."""
+        return len(self.prompts) * self.candidates
+
+    @property
+    def scores_only(self) -> bool:
+        """Nothing is generated: only the prompts' logprobs are asked for."""
+        return self.max_tokens == 0
 
 
 def new_id(prefix: str = "cmpl") -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from shared.errors import ContextLengthExceeded, InvalidRequest, SluiceError
@@ -18,6 +19,7 @@ from shared.jobs import Job
 from workers.engines.base import EngineRequest, Failed, Finished, PromptLogprobs, Started, Token
 from workers.generation.choice import ChoiceState, Released
 from workers.generation.stops import StopStrings
+from workers.scoring import Dictionary, PromptScores, finite
 
 #: RQ's word for how a job ended.
 Outcome = Literal["finished", "failed", "stopped"]
@@ -30,6 +32,8 @@ def room_for(job: Job, prompt: Sequence[int], context: int) -> int:
     if not prompt:
         raise InvalidRequest("prompt is empty and the model has no token to begin with.", param="prompt")
     room = context - len(prompt)
+    if job.scores_only and room >= 0:
+        return 0
     if room < 1:
         raise ContextLengthExceeded(
             f"The model's context is {context} tokens, but the prompt has {len(prompt)} tokens and leaves no room.",
@@ -46,20 +50,32 @@ def room_for(job: Job, prompt: Sequence[int], context: int) -> int:
     return min(job.max_tokens, room)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """A prompt as the engine gets it. `room`: tokens a choice may sample; `added`: leading ids that the server put
+    there; `text`: as sent, or what sent ids stand for."""
+
+    ids: list[int]
+    room: int
+    added: int = 0
+    text: str = ""
+    sent_as_text: bool = True
+
+
 class Lane:
-    """`name` is the log's last frame, written by the take; `prompts` and `rooms` are ids and tokens to sample, one each
-    a prompt; `deadline` is on the monotonic clock, s."""
+    """`name` is the log's last frame, written by the take; `deadline` is on the monotonic clock, s; `pieces` are the
+    engine's bytes of ids."""
 
     def __init__(
         self,
         job: Job,
         name: Name,
-        prompts: list[list[int]],
-        rooms: list[int],
+        prompts: list[PromptIds],
         *,
         home: str = "",
         deadline: float = math.inf,
         end_ids: Collection[int] = (),
+        pieces: Callable[[EngineRequest, Sequence[int]], list[bytes]] = lambda request, ids: [b""] * len(ids),
     ) -> None:
         self.job = job
         self.attempt = name.a
@@ -78,7 +94,6 @@ class Lane:
         self.epoch = -1
 
         self._prompts = prompts
-        self._rooms = rooms
         self._began = time.monotonic()
         self._first_token: float | None = None
         self._cached: dict[int, int] = {}
@@ -86,26 +101,31 @@ class Lane:
         self._choices = [
             ChoiceState(
                 stops=stops,
-                max_new=rooms[index // self._per_prompt],
+                max_new=self._prompt_of(index).room,
                 end_ids=end_ids,
                 stop_token_ids=job.params.stop_token_ids,
             )
             for index in range(job.choices)
         ]
         self._texts = [""] * job.choices
+        self._sums = [0.0] * job.choices  # raw logprobs of the sampled tokens, for best_of
         self._deltas: dict[int, Delta] = {}
         self._open = set(range(job.choices))
+        self._requests = [self._request(index) for index in range(job.choices)]
+        self._scores: dict[int, PromptScores] = {}
+        self._pieces = pieces
+        first = self._requests[0]
+        self._dictionary = Dictionary(lambda ids: pieces(first, ids))
 
     @classmethod
     def failed(cls, job: Job, name: Name, error: SluiceError, *, home: str) -> Lane:
         """A lane for a job that cannot run: it has only its end."""
-        lane = cls(job, name, [[] for _ in job.prompts], [1 for _ in job.prompts], home=home)
+        lane = cls(job, name, [PromptIds([0], 1) for _ in job.prompts or [""]], home=home)
         lane.fail(error)
         return lane
 
-    @property
-    def _per_prompt(self) -> int:
-        return self.job.choices // len(self._prompts)
+    def _prompt_of(self, index: int) -> PromptIds:
+        return self._prompts[index // self.job.candidates]
 
     @property
     def over(self) -> bool:
@@ -120,20 +140,23 @@ class Lane:
         ]
 
     def requests(self) -> list[EngineRequest]:
-        """One engine request a choice; `index` finds the choice again."""
-        job, per_prompt = self.job, self._per_prompt
-        return [
-            EngineRequest(
-                id=f"{job.id}/{index}",
-                prompt=self._prompts[index // per_prompt],
-                max_new=self._rooms[index // per_prompt],
-                seed=job.seed,
-                params=job.params,
-                choice=index % per_prompt,
-                logprobs=job.logprobs,
-            )
-            for index in range(job.choices)
-        ]
+        """One engine request a choice, in the order of the choices."""
+        return self._requests
+
+    def _request(self, index: int) -> EngineRequest:
+        """The first choice of a prompt brings its prompt's logprobs for all."""
+        job, prompt, j = self.job, self._prompt_of(index), index % self.job.candidates
+        ranked = 0 if job.best_of > job.n else None
+        return EngineRequest(
+            id=f"{job.id}/{index}",
+            prompt=prompt.ids,
+            max_new=prompt.room,
+            seed=job.seed,
+            params=job.params,
+            choice=j,
+            logprobs=ranked if job.logprobs is None else job.logprobs,
+            prompt_logprobs=job.logprobs if job.echo and j == 0 else None,
+        )
 
     def open_requests(self) -> Iterable[str]:
         """Ids of the engine requests that have not ended."""
@@ -147,6 +170,8 @@ class Lane:
             return self._on_token(index, event)
         if isinstance(event, Started):
             self._on_started(index, event)
+        elif isinstance(event, PromptLogprobs):
+            self._on_prompt_logprobs(index // self.job.candidates, event)
         elif isinstance(event, Finished):
             self._say(index, self._choices[index].finish(event.reason))
         elif isinstance(event, Failed):
@@ -155,8 +180,30 @@ class Lane:
 
     def _on_started(self, index: int, event: Started) -> None:
         if not self._cached:
-            self.outbox.append(Start(prompt_tokens=sum(map(len, self._prompts)), cached_tokens=event.cached))
+            job = self.job
+            tell = (job.echo or job.logprobs is not None) and not all(prompt.sent_as_text for prompt in self._prompts)
+            self.outbox.append(
+                Start(
+                    prompt_tokens=sum(len(prompt.ids) for prompt in self._prompts),
+                    cached_tokens=event.cached,
+                    echo=[prompt.text for prompt in self._prompts] if tell else None,
+                )
+            )
         self._cached[index] = event.cached
+
+    def _on_prompt_logprobs(self, number: int, event: PromptLogprobs) -> None:
+        scores = self._scores.get(number)
+        if scores is None:
+            prompt = self._prompts[number]
+            request = self._requests[number * self.job.candidates]
+            scores = self._scores[number] = PromptScores(
+                number,
+                prompt.ids,
+                self._pieces(request, prompt.ids),
+                added=prompt.added,
+                text=prompt.text if prompt.sent_as_text else None,
+            )
+        self.outbox.extend(scores.frames(event.start, event.logprobs, self._dictionary))
 
     def _on_token(self, index: int, event: Token) -> bool:
         self._first_token = self._first_token or time.monotonic()
@@ -174,7 +221,7 @@ class Lane:
             if token:
                 delta.t.append(token.token)
                 if token.logprob is not None:
-                    delta.lp = [*(delta.lp or ()), token.logprob]
+                    self._add_logprob(index, delta, token)
             delta.text += released.text
             delta.n = released.out if released.out < choice.ids else None
             self._texts[index] += released.text
@@ -185,11 +232,32 @@ class Lane:
             if not self._open:
                 self._end()
 
+    def _add_logprob(self, index: int, delta: Delta, token: Token) -> None:
+        assert token.logprob is not None
+        entry = finite(token.logprob)
+        self._sums[index] += entry[0]
+        delta.lp = [*(delta.lp or ()), entry]
+        if self.job.logprobs is None:
+            return  # best_of asked: only who takes the request over has to know
+        delta.o = [*(delta.o or ()), self._choices[index].begin]
+        delta.p |= self._dictionary.news([token.token], [entry])
+
+    def _pick(self) -> list[int] | None:
+        """Which candidates best_of keeps: of each prompt the n of highest mean raw logprob, best first."""
+        job = self.job
+        if job.best_of <= job.n:
+            return None
+        kept: list[int] = []
+        for first in range(0, job.choices, job.candidates):
+            mean = {i: self._sums[i] / max(1, self._choices[i].ids) for i in range(first, first + job.candidates)}
+            kept += sorted(mean, key=lambda i: (-mean[i], i))[: job.n]
+        return kept
+
     def _end(self) -> None:
         now = time.monotonic()
-        prompt = sum(map(len, self._prompts))
+        prompt = sum(len(prompt.ids) for prompt in self._prompts)
         completion = sum(choice.ids for choice in self._choices)
-        cached = sum(self._cached.get(index, 0) for index in range(0, self.job.choices, self._per_prompt))
+        cached = sum(self._cached.get(index, 0) for index in range(0, self.job.choices, self.job.candidates))
         usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -200,6 +268,7 @@ class Lane:
         self.terminal = End(
             usage,
             {"first_token_ms": round((first - self._began) * 1e3, 1), "total_ms": round((now - self._began) * 1e3, 1)},
+            self._pick(),
         )
 
     def flush(self) -> None:

@@ -19,7 +19,7 @@ from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, Sluic
 from shared.jobs import Job, from_rq
 from shared.scripts import Scripts, Taken
 from workers.engines.base import Engine
-from workers.lane import Lane, room_for
+from workers.lane import Lane, PromptIds, room_for
 
 log = structlog.get_logger(__name__)
 
@@ -35,24 +35,43 @@ def lane_of(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
         if job.id != taken.id:
             raise InvalidRequest("The job carries another request's id.")
         job.params.check(card.vocab_size)
-        prompts = [_tokens(prompt, job, card, engine) for prompt in job.prompts]
-        rooms = [room_for(job, prompt, card.context) for prompt in prompts]
+        prompts = [_prompt(prompt, job, card, engine) for prompt in job.prompts]
     except SluiceError as error:
         return Lane.failed(job, taken.name, error, home=taken.home)
     except Exception:
         log.exception("job_unreadable", job=taken.id)
         return Lane.failed(job, taken.name, InternalError(), home=taken.home)
     deadline = time.monotonic() + taken.left
-    return Lane(job, taken.name, prompts, rooms, home=taken.home, deadline=deadline, end_ids=card.end_ids)
+    return Lane(
+        job,
+        taken.name,
+        prompts,
+        home=taken.home,
+        deadline=deadline,
+        end_ids=card.end_ids,
+        pieces=engine.pieces,
+    )
 
 
-def _tokens(prompt: str | list[int], job: Job, card: ModelCard, engine: Engine) -> list[int]:
+def _prompt(prompt: str | list[int], job: Job, card: ModelCard, engine: Engine) -> PromptIds:
+    """Raises InvalidRequest or ContextLengthExceeded."""
     if isinstance(prompt, str):
-        tokens = engine.tokenize(prompt, add_special=job.add_special, parse_special=job.parse_special)
-        return [card.bos_id] if not tokens and card.bos_id is not None else tokens
-    if any(not 0 <= token < card.vocab_size for token in prompt):
+        ids = engine.tokenize(prompt, add_special=job.add_special, parse_special=job.parse_special)
+        if not ids and card.bos_id is not None:
+            ids = [card.bos_id]
+        return PromptIds(ids, room_for(job, ids, card.context), _added(prompt, ids, job, card, engine), prompt)
+    if any(type(token) is not int or not 0 <= token < card.vocab_size for token in prompt):
         raise InvalidRequest(f"prompt has token ids outside the vocabulary of {card.vocab_size}.", param="prompt")
-    return prompt
+    room = room_for(job, prompt, card.context)
+    text = engine.detokenize(prompt).decode(errors="replace") if job.echo or job.logprobs is not None else ""
+    return PromptIds(prompt, room, 0, text, sent_as_text=False)
+
+
+def _added(prompt: str, ids: list[int], job: Job, card: ModelCard, engine: Engine) -> int:
+    """How many of the ids the server put before the prompt: the BOS, unless the text itself begins with it."""
+    if card.bos_id is None or ids[:1] != [card.bos_id]:
+        return 0
+    return int(engine.tokenize(prompt, add_special=False, parse_special=job.parse_special)[:1] != [card.bos_id])
 
 
 class Taker(threading.Thread):

@@ -6,14 +6,14 @@ framing, the store or the clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from api.relay.logprobs import ChoiceLogprobs, Entry, Vocabulary, as_object, prompt_entries
 from api.schemas.stream_options import StreamOptions
 from shared.errors import InternalError
-from shared.frames import Delta, End, Error, Finish, Frame, Name, Start, first_seq
+from shared.frames import Delta, End, Error, Finish, Frame, Name, Prompt, Start, first_seq
 from shared.jobs import Job
 
 _encode = msgspec.json.encode
@@ -29,18 +29,27 @@ class Event(NamedTuple):
 class _Choice:
     """What is known of one choice."""
 
-    __slots__ = ("finish", "text", "tokens")
+    __slots__ = ("echoed", "finish", "length", "logprobs", "out", "released", "text", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: ChoiceLogprobs | None) -> None:
         self.text: list[str] = []
         self.tokens = 0
         self.finish: Finish | None = None
+        #: The prompt is out, or is not asked for.
+        self.echoed = False
+        #: Code points of prompt and completion that are out.
+        self.length = 0
+        #: Ids whose text is out; None: all.
+        self.out: int | None = None
+        self.logprobs = logprobs
+        #: Logprob entries that are out, for the whole.
+        self.released: list[Entry] = []
 
 
 class CompletionBuilder:
     """Takes a request's frames in order, each once, from its first frame on.
 
-    `echo`: the prompts as sent, if the client wants them; prompts that were token ids come decoded in `start`.
+    `tokens_as_ids`: logprobs write `token_id:N` for a token. Prompts that were token ids come decoded in `start`.
     The last finish chunk waits for `end`, which brings the usage it may have to carry.
     """
 
@@ -50,13 +59,20 @@ class CompletionBuilder:
         *,
         fingerprint: str,
         options: StreamOptions | None = None,
-        echo: Sequence[str] | None = None,
+        tokens_as_ids: bool = False,
     ) -> None:
         self._job = job
         self._fingerprint = fingerprint
         self._options = options or StreamOptions()
-        self._echo = echo
-        self._choices = [_Choice() for _ in range(len(job.prompts) * job.n)]
+        #: Whether a client sees logprobs, and how ids are written in them.
+        self._scored = job.logprobs is not None
+        self._vocabulary = Vocabulary(as_ids=tokens_as_ids)
+        self._prompt_scores: list[list[Entry]] = [[] for _ in job.prompts]
+        self._prompt_texts = [prompt if isinstance(prompt, str) else "" for prompt in job.prompts]
+        self._pick: list[int] | None = None
+        self._choices = [
+            _Choice(ChoiceLogprobs(self._vocabulary) if self._scored else None) for _ in range(job.choices)
+        ]
         self._unfinished = len(self._choices)
         self._held: Finish | None = None
         self._prompt_tokens = 0
@@ -129,48 +145,70 @@ class CompletionBuilder:
 
     def _begin(self, frame: Frame) -> list[bytes]:
         self.taken = True
+        if isinstance(frame, Prompt):
+            self._vocabulary.learn(frame.p)
+            self._prompt_scores[frame.i] += prompt_entries(frame)
+            return []
         if not isinstance(frame, Start):
             return []
         self.start = frame
         self._prompt_tokens, self._cached_tokens = frame.prompt_tokens, frame.cached_tokens
-        prompts = self._echo if self._echo is not None else frame.echo
-        if not self._job.echo or prompts is None:
-            return []
-        made = []
+        if frame.echo is not None:
+            self._prompt_texts = frame.echo
         for index, choice in enumerate(self._choices):
-            text = prompts[index // self._job.n]
-            if text:
-                choice.text.append(text)
-                made.append(self._chunk(index, text))
-        return made
+            choice.length = len(self._prompt_texts[index // self._job.candidates])
+        if not self._job.echo or self._scored:  # a prompt with logprobs waits for them
+            return []
+        return [chunk for index in range(len(self._choices)) for chunk in self._echo_of(index)]
+
+    def _echo_of(self, index: int) -> list[bytes]:
+        """The chunk with the prompt, once a choice."""
+        choice = self._choices[index]
+        if choice.echoed or not self._job.echo:
+            return []
+        choice.echoed = True
+        number = index // self._job.candidates
+        text, scores = self._prompt_texts[number], self._prompt_scores[number]
+        if not text and not scores:
+            return []
+        choice.text.append(text)
+        return [self._chunk(index, text, scores)]
 
     def _delta(self, neighbours: list[Delta]) -> list[bytes]:
         index = neighbours[0].i
         choice = self._choices[index]
+        made = self._echo_of(index)
         text = ""
         for frame in neighbours:
+            if choice.logprobs is not None:
+                choice.logprobs.add(frame, len(self._prompt_texts[index // self._job.candidates]))
             choice.tokens += len(frame.t)
             text += frame.text
+        choice.out = neighbours[-1].n
         if not text:
-            return []
+            return made
         choice.text.append(text)
-        return [self._chunk(index, text)]
+        choice.length += len(text)
+        entries = choice.logprobs.release(choice.out, choice.length) if choice.logprobs is not None else []
+        return [*made, self._chunk(index, text, entries)]
 
     def _finish(self, frame: Finish) -> list[bytes]:
         choice = self._choices[frame.i]
         if choice.finish is not None:
             return []
         choice.finish = frame
+        made = self._echo_of(frame.i)
         self._unfinished -= 1
         if not self._unfinished:
             self._held = frame
-            return []
-        return [self._finish_chunk(frame, None)]
+            return made
+        return [*made, self._finish_chunk(frame, None)]
 
     def _end(self, frame: End) -> list[bytes]:
         if self._held is None:
             return self._fail(Error(InternalError().to_object(), InternalError.status))
         self.ended = True
+        self._pick = frame.pick
         self._usage = self._complete_usage(frame.usage)
         mode = self._options.include_usage
         made = [self._finish_chunk(self._held, self._usage if mode is None or self._running else None)]
@@ -185,14 +223,31 @@ class CompletionBuilder:
 
     # -- chunks out
 
-    def _chunk(self, index: int, text: str) -> bytes:
-        chunk = self._before_text + _text(text) + self._after_text[index]
+    def _chunk(self, index: int, text: str, entries: list[Entry]) -> bytes:
+        if self._scored:
+            self._choices[index].released += entries
+            scores = _text(as_object(entries, self._vocabulary))
+            chunk = b'%b%b,"index":%d,"logprobs":%b,"finish_reason":null,"stop_reason":null}]%b' % (
+                self._before_text,
+                _text(text),
+                index,
+                scores,
+                b"" if self._running else self._tail,
+            )
+        else:
+            chunk = self._before_text + _text(text) + self._after_text[index]
         return chunk + self._usage_so_far() if self._running else chunk
 
     def _finish_chunk(self, finish: Finish, usage: dict[str, Any] | None) -> bytes:
-        return b'%b{"text":"","index":%d,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b' % (
+        choice, scores = self._choices[finish.i], b"null"
+        if choice.logprobs is not None:
+            entries = choice.logprobs.release(choice.out)
+            choice.released += entries
+            scores = _text(as_object(entries, self._vocabulary))
+        return b'%b{"text":"","index":%d,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
             self._head,
             finish.i,
+            scores,
             _encode(finish.reason),
             _encode(finish.stop_reason),
             self._usage_so_far() if usage is None else b',"usage":%b}' % _encode(usage),
@@ -218,6 +273,14 @@ class CompletionBuilder:
 
     # -- the whole
 
+    def _kept(self) -> list[_Choice]:
+        """The choices that the client gets: all, or of each prompt the n best of best_of."""
+        if self._pick is not None:
+            return [self._choices[index] for index in self._pick]
+        if self._job.candidates == self._job.n:
+            return self._choices
+        return [choice for index, choice in enumerate(self._choices) if index % self._job.candidates < self._job.n]
+
     def response(self) -> dict[str, Any]:
         """The response object as far as the frames go; `usage` is null until the request has ended well."""
         return {
@@ -230,11 +293,11 @@ class CompletionBuilder:
                 {
                     "text": "".join(choice.text),
                     "index": index,
-                    "logprobs": None,
+                    "logprobs": as_object(choice.released, self._vocabulary) if self._scored else None,
                     "finish_reason": choice.finish.reason if choice.finish else None,
                     "stop_reason": choice.finish.stop_reason if choice.finish else None,
                 }
-                for index, choice in enumerate(self._choices)
+                for index, choice in enumerate(self._kept())
             ],
             "usage": self._usage,
         }
@@ -245,14 +308,14 @@ def error_data(error: dict[str, Any]) -> bytes:
     return b'{"error":%b}' % _encode(error)
 
 
-def _text(text: str) -> bytes:
-    """JSON of a text, in plain UTF-8 but for three characters.
+def _text(text: str | dict[str, Any]) -> bytes:
+    """JSON of a text, or of an object with texts, in plain UTF-8 but for three characters.
 
     U+0085, U+2028 and U+2029 are escaped: clients that split a stream with str.splitlines() (httpx's iter_lines among
     them) would otherwise cut the event there.
     """
     raw = _encode(text)
-    if text.isascii():
+    if raw.isascii():
         return raw
     return (
         raw.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")

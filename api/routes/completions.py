@@ -37,7 +37,9 @@ def complete() -> Response:
     fields = CompletionRequest.read(body)
     card = parts.gateway.card(fields.model)
     call = fields.to_call(card, parts.settings, created=int(time.time()))
-    builder = CompletionBuilder(call.job, fingerprint=card.fingerprint, options=call.stream_options, echo=call.echo)
+    builder = CompletionBuilder(
+        call.job, fingerprint=card.fingerprint, options=call.stream_options, tokens_as_ids=call.tokens_as_ids
+    )
     exchange = Exchange(call.job, builder, hub=parts.hub, gateway=parts.gateway, lifecycle=parts.lifecycle)
     letting_go = _LettingGo(exchange, parts.watcher)
     try:

@@ -30,7 +30,7 @@ MAX_BEST_OF = 20
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """A checked request. `echo`: the prompts' text as sent, where it is known and wanted.
+    """A checked request. `tokens_as_ids`: logprobs write `token_id:N`.
 
     `fit_from`: the max_tokens that the client allowed to be cut to what fits; it must be told what became of it.
     """
@@ -38,7 +38,7 @@ class CompletionCall:
     job: Job
     stream: bool
     stream_options: StreamOptions
-    echo: tuple[str, ...] | None
+    tokens_as_ids: bool
     fit_from: int | None
 
 
@@ -96,14 +96,16 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
         max_tokens, fit = self._max_tokens(card, settings)
         thinking, switch = self.thinking_switch()
         self.check_output_format()
-        self._refuse_what_is_not_built(prompts)
+        self._refuse_what_is_not_built()
         if thinking is False:
             raise not_built(switch or "enable_thinking", "Switching thinking off by way")
-        echo = tuple(prompt for prompt in prompts if isinstance(prompt, str))
         job = Job(
             id=jobs.new_id("cmpl"),
             model=card.id,
-            prompts=[self._from_bos(prompt, card) for prompt in prompts],
+            prompts=prompts,
+            n=self.n,
+            best_of=self.n if self.best_of is None else self.best_of,
+            logprobs=self.logprobs,
             seed=self.sampling_seed(),
             created=created,
             max_tokens=max_tokens,
@@ -114,7 +116,9 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
             parse_special=self.parse_special,
             params=params,
         )
-        return CompletionCall(job, self.stream, options, echo if self.echo else None, self.max_tokens if fit else None)
+        return CompletionCall(
+            job, self.stream, options, self.return_tokens_as_token_ids, self.max_tokens if fit else None
+        )
 
     def _check_choices(self, prompts: int, settings: Settings) -> None:
         best_of = self.n if self.best_of is None else self.best_of
@@ -138,6 +142,8 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
         """(limit or None for all remaining context, whether a limit that does not fit is cut)."""
         if self.max_tokens is None:
             return settings.default_max_tokens, settings.default_max_tokens is not None
+        if self.max_tokens == 0 and self.echo and self.logprobs is not None:
+            return 0, False  # only score the prompt
         if self.max_tokens <= 0:
             return None, False
         fit = settings.fit_max_tokens if self.fit_max_tokens is None else self.fit_max_tokens
@@ -150,23 +156,10 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
             )
         return min(self.max_tokens, most), fit
 
-    def _from_bos(self, prompt: str | list[int], card: ModelCard) -> str | list[int]:
-        """An empty prompt whose tokenizer would add nothing starts from the BOS token all the same."""
-        if prompt == "" and card.bos_id is not None and not (card.add_bos and self.add_special_tokens):
-            return [card.bos_id]
-        return prompt
-
-    def _refuse_what_is_not_built(self, prompts: list[str | list[int]]) -> None:
-        if len(prompts) > 1:
-            raise not_built("prompt", "More than one prompt")
-        if not isinstance(prompts[0], str):
-            raise not_built("prompt", "An array of token ids")
+    def _refuse_what_is_not_built(self) -> None:
         if self.suffix:
             raise not_built("suffix")
         for field, plain in (
-            ("n", (1,)),
-            ("best_of", (None, 1)),
-            ("logprobs", (None,)),
             ("skip_special_tokens", (True,)),
             ("service_tier", ("auto", "default")),
             ("priority", (0,)),

@@ -18,7 +18,7 @@ from tests.unit.completion_frames import Entry, a_job, entries, requests, told, 
 
 
 def build(job: Job, options: StreamOptions | None = None) -> CompletionBuilder:
-    return CompletionBuilder(job, fingerprint="fp", options=options, echo=[str(p) for p in job.prompts])
+    return CompletionBuilder(job, fingerprint="fp", options=options)
 
 
 def run(builder: CompletionBuilder, cut: list[Entry]) -> list[Event]:

@@ -81,8 +81,7 @@ def test_wrong_values_name_their_field(field: str, value: Any) -> None:
 
 
 NOT_BUILT = [
-    ("n", 2), ("best_of", 2), ("logprobs", 0), ("logprobs", 20), ("suffix", "x"), ("prompt", ["a", "b"]),
-    ("prompt", [1, 2]), ("prompt", [[1, 2]]), ("response_format", {"type": "json_object"}),
+    ("suffix", "x"), ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}),
     ("regex", "a+"), ("grammar", "x"), ("choice", ["a"]), ("enable_thinking", False), ("reasoning_effort", "none"),
     ("reasoning", {"effort": "off"}), ("thinking", {"type": "disabled"}),
@@ -196,7 +195,8 @@ def test_default_max_tokens_caps_the_absent_case_only() -> None:
 def test_choices() -> None:
     assert refused({"n": 3, "best_of": 2}).code == "invalid_value"
     assert refused({"n": 1, "best_of": 3, "stream": True}).code == "invalid_value"
-    assert refused({"n": 30, "best_of": 30}).code == "unsupported_parameter"
+    assert job(n=30, best_of=30).candidates == job(n=30).candidates == 30
+    assert (job(n=2, best_of=5).n, job(n=2, best_of=5).candidates) == (2, 5)
     assert refused({"n": 30, "best_of": 31}).param == "best_of"
     assert refused({"prompt": ["a"] * 3, "n": 100}).param == "n"
 
@@ -228,13 +228,27 @@ def test_sampling_fields_reach_the_job() -> None:
     assert jobs.from_rq(jobs.to_rq(made)) == made
 
 
-def test_empty_prompts_start_from_bos() -> None:
-    for prompt in (None, "", [""], [None]):
+def test_empty_prompts_need_a_bos_to_start_from() -> None:
+    for prompt in (None, "", [""], [None], ["", "a"]):
         assert refused({"prompt": prompt}).param == "prompt"
-        assert job(WITH_BOS, prompt=prompt).prompts == [""]
-        assert job(WITH_BOS, prompt=prompt, add_special_tokens=False).prompts == [[1]]
-        assert job(NEVER_ADDS, prompt=prompt).prompts == [[1]]
-        assert call({"prompt": prompt, "echo": True}, NEVER_ADDS).echo == ("",)
+        assert "" in job(WITH_BOS, prompt=prompt).prompts
+        assert "" in job(NEVER_ADDS, prompt=prompt).prompts
+
+
+def test_every_form_of_prompt_reaches_the_job() -> None:
+    """FB-012."""
+    for prompt, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])):
+        assert job(prompt=prompt).prompts == prompts
+    for prompt in ([], [1, "a"], [[1], "a"], [[]], [True], [1.0], [-1], [[-1]], [9223372036854775808], {"a": 1}):
+        assert refused({"prompt": prompt}).param == "prompt"
+
+
+def test_scoring_is_max_tokens_0_with_echo_and_logprobs() -> None:
+    """FB-008."""
+    assert job(max_tokens=0, echo=True, logprobs=0).scores_only
+    assert not job(max_tokens=0, echo=True).scores_only
+    assert not job(max_tokens=0, logprobs=1).scores_only
+    assert not job(max_tokens=-1, echo=True, logprobs=1).scores_only
 
 
 def test_stream_options() -> None:

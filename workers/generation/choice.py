@@ -59,6 +59,8 @@ class ChoiceState:
     ) -> None:
         self.ids = 0
         self.out = 0
+        #: Where the text of the last id begins, in code points of the choice's text; an end token's is at its end.
+        self.begin = 0
         self.finished: Finish | None = None
         self._max_new = max_new
         self._end_ids = frozenset(end_ids)
@@ -79,14 +81,14 @@ class ChoiceState:
         if self.finished is not None:
             return Released("", self.out)
         self.ids += 1
-        if token in self._end_ids:
-            return self._end(Finish("stop"))
-        if token in self._stop_token_ids:
-            return self._end(Finish("stop", token))
+        if token in self._end_ids or token in self._stop_token_ids:
+            ended = self._end(Finish("stop", None if token in self._end_ids else token))
+            self.begin = self._decoded
+            return ended
         pending = self._utf8.pending
         text = self._utf8.feed(piece)
         # What comes behind half a character is inside it, unless it shows that there is none.
-        begin = self._decoded + (1 if pending and text and not continues(pending, piece) else 0)
+        begin = self.begin = self._decoded + (1 if pending and text and not continues(pending, piece) else 0)
         released = self._scan(text)
         if not self._open and not self._utf8.pending and self._released == self._decoded:
             self.out += 1
