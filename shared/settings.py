@@ -8,10 +8,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+
+def given(**values: Any) -> Settings:
+    """The settings, with those values that are not None in place of what is configured. Raises ValidationError."""
+    return Settings(**{name: value for name, value in values.items() if value is not None})
+
+
+def explain(error: ValidationError) -> str:
+    """What is wrong with the settings, a line each."""
+    lines = [
+        f"Setting {'.'.join(map(str, problem['loc']))}: {problem['msg']} (got {problem['input']!r})"
+        for problem in error.errors()
+    ]
+    return "\n".join(lines)
 
 
 def _cache_dir() -> Path:

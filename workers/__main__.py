@@ -10,12 +10,13 @@ from collections.abc import Iterable
 
 import msgspec
 import structlog
+from pydantic import ValidationError
 
 from shared import logs
 from shared.cards import ModelCard
 from shared.errors import SluiceError
 from shared.parent import die_with_parent
-from shared.settings import Settings
+from shared.settings import Settings, explain
 from shared.store_rules import StoreRefused, check_store
 from workers.engine_loop import EngineLoop
 from workers.engines import make
@@ -49,7 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", help="name of this worker; must be new at each start")
     options = parser.parse_args(argv)
     die_with_parent()
-    settings = Settings()
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        print(explain(error), file=sys.stderr)
+        return 2
     logs.configure(settings.log_level, process="worker")
     if not settings.redis_url:
         print("REDIS_URL is not set: start everything with `sluice up`, or set it to the store's URL.", file=sys.stderr)

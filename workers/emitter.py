@@ -18,7 +18,7 @@ import redis
 import structlog
 
 from shared import connection, frames, keys, scripts
-from shared.errors import LogLost
+from shared.errors import InternalError, LogLost, SluiceError
 from shared.frames import Error, Name
 from workers.lane import Lane
 
@@ -48,6 +48,8 @@ class Emitter(threading.Thread):
         self._stopping = threading.Event()
         #: Counts connections; a lane that wrote on this one may add without emit.lua.
         self._epoch = 0
+        self._refusals = 0
+        self._said = ""
 
     def notify(self, lanes: Iterable[Lane]) -> None:
         """These lanes have something to say. Never blocks on the store."""
@@ -70,16 +72,29 @@ class Emitter(threading.Thread):
             try:
                 self._connect()
                 self.notify(self._round(work))
+                if self._refusals:
+                    self._stopping.wait(RETRY)
+                else:
+                    self._said = ""
             except (redis.RedisError, OSError) as error:
-                log.warning("store_lost", error=str(error), lanes=len(work))
-                self._connection.disconnect()
-                self._connected = False
-                self.notify(work)
-                self._stopping.wait(RETRY)
+                self._say("store_lost", error)
+                self._start_again(work)
             except Exception:
                 log.exception("emitter_failed")
-                self.notify(work)
-                self._stopping.wait(RETRY)
+                self._start_again(work)
+
+    def _start_again(self, work: list[Lane]) -> None:
+        """After a failure answers may still be under way: on a new connection, behind a pause."""
+        self._connection.disconnect()
+        self._connected = False
+        self.notify(work)
+        self._stopping.wait(RETRY)
+
+    def _say(self, event: str, error: Exception) -> None:
+        """Logs what keeps the store from taking writes, once until it is another thing or over."""
+        if self._said != (what := f"{event}: {error}"):
+            self._said = what
+            log.warning(event, error=str(error))
 
     def _connect(self) -> None:
         if self._connected:
@@ -105,6 +120,7 @@ class Emitter(threading.Thread):
 
     def _round(self, lanes: list[Lane]) -> list[Lane]:
         """Writes what the lanes have; returns those that have more to do."""
+        self._refusals = 0
         for lane in lanes:
             if lane.dropped:
                 self._over(lane, False)
@@ -124,7 +140,7 @@ class Emitter(threading.Thread):
         commands: list[Command] = []
         for lane in lanes:
             if lane.inflight is None and lane.outbox:
-                lane.inflight = _next_entry(lane)
+                lane.inflight = self._next_entry(lane)
             if lane.inflight is None:
                 continue
             name, entry = lane.inflight
@@ -138,10 +154,9 @@ class Emitter(threading.Thread):
             if isinstance(
                 answer, redis.ResponseError
             ):  # equal or smaller, out of memory, read only: emit.lua will tell
-                log.info("write_refused", job=lane.job.id, error=str(answer))
+                self._say("write_refused", answer)
                 lane.epoch = -1
-                if not plain:  # refused twice: the store takes nothing now
-                    self._stopping.wait(RETRY)
+                self._refusals += not plain  # refused twice: the store takes nothing now
             elif plain or answer[0] == b"ok":
                 lane.epoch = self._epoch
                 lane.written, lane.inflight = name, None
@@ -150,6 +165,18 @@ class Emitter(threading.Thread):
             else:
                 self._refused(lane, Name(int(answer[1]), int(answer[2])))
         return written
+
+    def _next_entry(self, lane: Lane) -> tuple[Name, bytes] | None:
+        """All frames of the lane's outbox as one entry, named behind what is written."""
+        batch: list[bytes] = []
+        try:
+            while lane.outbox:
+                batch += map(frames.encode_frame, lane.outbox.popleft())
+        except Exception:  # a bug of ours, on one lane: the others go on
+            log.exception("lane_failed", job=lane.job.id)
+            _end_with(lane, InternalError())
+            return None
+        return Name(lane.attempt, lane.written.s + len(batch)), b"[" + b",".join(batch) + b"]"
 
     def _refused(self, lane: Lane, top: Name) -> None:
         """emit.lua found another frame on top than the one this lane wrote last."""
@@ -178,7 +205,8 @@ class Emitter(threading.Thread):
         answers = self._exchange(commands)[len(homes) :]
         for lane, answer in zip(ending, answers, strict=True):
             if isinstance(answer, redis.ResponseError):
-                log.warning("end_refused", job=lane.job.id, error=str(answer))
+                self._say("end_refused", answer)
+                self._refusals += not isinstance(answer, redis.exceptions.NoScriptError)
                 continue
             code, by = int(answer[0]), answer[1] if len(answer) > 1 else b""
             if code == -3:
@@ -195,14 +223,6 @@ class Emitter(threading.Thread):
         frame = frames.encode_frame(lane.terminal)
         # an end needs its attempt; one that is lost has no seq to compare
         return ("EVALSHA", scripts.sha("end"), "0", lane.job.id, attempt, seq, self._worker(), frame, lane.outcome)
-
-
-def _next_entry(lane: Lane) -> tuple[Name, bytes]:
-    """All frames of the lane's outbox as one entry, named behind what is written."""
-    batch: list[bytes] = []
-    while lane.outbox:
-        batch.append(frames.encode_frame(lane.outbox.popleft()))
-    return Name(lane.attempt, lane.written.s + len(batch)), b"[" + b",".join(batch) + b"]"
 
 
 def _xadd(lane: Lane, name: Name, entry: bytes) -> Command:
@@ -227,7 +247,11 @@ def _emit(lane: Lane, name: Name, entry: bytes) -> Command:
 
 def _lose(lane: Lane) -> None:
     """The store lost what this lane wrote: the lane ends itself, its client may repeat the request."""
-    error = LogLost("The store lost part of this stream.")
+    _end_with(lane, LogLost("The store lost part of this stream."))
+
+
+def _end_with(lane: Lane, error: SluiceError) -> None:
+    """Ends a lane from the emitter's side; the engine's thread sees it at the next step."""
     lane.outbox.clear()
     lane.inflight = None
     lane.outcome = "failed"

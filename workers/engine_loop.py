@@ -15,7 +15,7 @@ import structlog
 
 from shared.cards import ModelCard
 from shared.errors import DeadlineExceeded, InternalError, SluiceError
-from workers.engines.base import Engine, EngineDied, EngineStats, Progress
+from workers.engines.base import Engine, EngineDied, EngineStats, Progress, Token
 from workers.lane import Lane, Outcome
 
 log = structlog.get_logger(__name__)
@@ -52,7 +52,7 @@ class EngineLoop(threading.Thread):
         self._loaded = threading.Event()
         self._card: ModelCard | None = None
         self._load_error: Exception | None = None
-        #: Tokens sampled since the start, and when the last step ended (monotonic, s).
+        #: Tokens sampled since the start, and when the loop last came round (monotonic, s).
         self.tokens = 0
         self.stepped_at = time.monotonic()
 
@@ -113,6 +113,7 @@ class EngineLoop(threading.Thread):
 
     def _round(self) -> None:
         self._wake.clear()
+        self.stepped_at = time.monotonic()
         while self._inbox:
             self._inbox.popleft()()
         if not self._lanes:
@@ -133,7 +134,6 @@ class EngineLoop(threading.Thread):
             log.exception("engine_step_failed")
             self._fail_all(InternalError())
             return
-        self.stepped_at = time.monotonic()
         touched: dict[str, Lane] = {}
         for event in events:
             job_id, _, index = event.id.rpartition("/")
@@ -141,9 +141,13 @@ class EngineLoop(threading.Thread):
             if lane is None:
                 continue
             touched[job_id] = lane
-            if lane.on_event(int(index), event):
-                self.engine.cancel(event.id)
-        self.tokens += len(events)
+            self.tokens += isinstance(event, Token)
+            try:
+                if lane.on_event(int(index), event):
+                    self.engine.cancel(event.id)
+            except Exception:  # a bug of ours, on one lane: the others go on
+                log.exception("lane_failed", job=job_id)
+                self._fail(job_id, InternalError(), "failed")
         for lane in touched.values():
             lane.flush()
             if lane.over:
@@ -152,12 +156,16 @@ class EngineLoop(threading.Thread):
             self._emit(touched.values())
 
     def _add(self, lane: Lane) -> None:
+        self._drop(lane.job.id, None)  # an older attempt of the same job: it has been overtaken
         self._lanes[lane.job.id] = lane
         try:
             for request in lane.requests():
                 self.engine.add(request)
         except SluiceError as error:
             self._fail(lane.job.id, error, "failed")
+        except Exception:  # a bug of ours, on one lane: the others go on
+            log.exception("lane_failed", job=lane.job.id)
+            self._fail(lane.job.id, InternalError(), "failed")
 
     def _fail(self, job_id: str, error: SluiceError, outcome: Outcome) -> None:
         lane = self._lanes.get(job_id)

@@ -22,7 +22,7 @@ from workers.generation.stops import StopStrings
 from workers.scoring import Dictionary, PromptScores, finite
 
 #: RQ's word for how a job ended.
-Outcome = Literal["finished", "failed", "stopped"]
+Outcome = Literal["finished", "failed", "stopped", "canceled"]
 
 
 def room_for(job: Job, prompt: Sequence[int], context: int) -> int:
@@ -81,8 +81,8 @@ class Lane:
         self.attempt = name.a
         self.home = home
         self.deadline = deadline
-        #: Frames that the emitter has not taken yet.
-        self.outbox: deque[Frame] = deque()
+        #: What the emitter has not taken yet: frames that must stand in one entry of the log, together.
+        self.outbox: deque[tuple[Frame, ...]] = deque()
         #: Set last and once: the frame that ends the request.
         self.terminal: End | Error | None = None
         self.outcome: Outcome = "finished"
@@ -182,13 +182,12 @@ class Lane:
         if not self._cached:
             job = self.job
             tell = (job.echo or job.logprobs is not None) and not all(prompt.sent_as_text for prompt in self._prompts)
-            self.outbox.append(
-                Start(
-                    prompt_tokens=sum(len(prompt.ids) for prompt in self._prompts),
-                    cached_tokens=event.cached,
-                    echo=[prompt.text for prompt in self._prompts] if tell else None,
-                )
+            start = Start(
+                prompt_tokens=sum(len(prompt.ids) for prompt in self._prompts),
+                cached_tokens=event.cached,
+                echo=[prompt.text for prompt in self._prompts] if tell else None,
             )
+            self.outbox.append((start,))
         self._cached[index] = event.cached
 
     def _on_prompt_logprobs(self, number: int, event: PromptLogprobs) -> None:
@@ -203,7 +202,7 @@ class Lane:
                 added=prompt.added,
                 text=prompt.text if prompt.sent_as_text else None,
             )
-        self.outbox.extend(scores.frames(event.start, event.logprobs, self._dictionary))
+        self.outbox.extend((frame,) for frame in scores.frames(event.start, event.logprobs, self._dictionary))
 
     def _on_token(self, index: int, event: Token) -> bool:
         self._first_token = self._first_token or time.monotonic()
@@ -226,8 +225,8 @@ class Lane:
             delta.n = released.out if released.out < choice.ids else None
             self._texts[index] += released.text
         if released.finish is not None:
-            self._flush(index)
-            self.outbox.append(Finish(index, *released.finish))
+            last = [self._deltas.pop(index)] if index in self._deltas else []
+            self.outbox.append((*last, Finish(index, *released.finish)))  # together: one entry of the log
             self._open.discard(index)
             if not self._open:
                 self._end()
@@ -279,7 +278,7 @@ class Lane:
     def _flush(self, index: int) -> None:
         delta = self._deltas.pop(index, None)
         if delta is not None:
-            self.outbox.append(delta)
+            self.outbox.append((delta,))
 
     def fail(self, error: SluiceError, outcome: Outcome = "failed") -> None:
         """Ends the request with an error, behind what was already said."""

@@ -122,6 +122,7 @@ class LaneWorker(SimpleWorker):
         self._draining.wait()
         self._drain()
         self._done.set()
+        heartbeat.join(connection.SOCKET_TIMEOUT)
         self._over.put(None)
         finaliser.join(FLUSH)
         self._emitter.stop()
@@ -219,17 +220,21 @@ class LaneWorker(SimpleWorker):
         self._rq_command(json.loads(message["data"]))
 
     def _compare_lanes(self) -> None:
-        """Commands may have been missed: drops the lanes whose request has ended or has another owner."""
+        """Commands may have been missed: drops the lanes whose request has ended, is gone, or has another owner.
+
+        A job that RQ's own `Job.cancel()` or `delete()` took away is ended here."""
         with self._lock:
             lanes = list(self._lanes.values())
         if not lanes:
             return
         pipeline = self._store.pipeline(transaction=False)
         for lane in lanes:
-            pipeline.hmget(keys.job(lane.job.id), "terminal", "a")
-        for lane, (terminal, attempt) in zip(lanes, pipeline.execute(), strict=True):
+            pipeline.hmget(keys.job(lane.job.id), "terminal", "a", "status")
+        for lane, (terminal, attempt, status) in zip(lanes, pipeline.execute(), strict=True):
             if terminal or attempt is None or int(attempt) > lane.attempt:
                 self._loop.drop(lane.job.id, lane.attempt)
+            elif status in (b"canceled", b"stopped"):
+                self._loop.fail(lane.job.id, Cancelled("The job was cancelled."), "canceled")
 
     # -- heartbeat and figures
 
@@ -238,7 +243,9 @@ class LaneWorker(SimpleWorker):
         while not self._done.wait(STAT):
             now = time.monotonic()
             try:
+                self._check_stall(now)
                 if now >= next_beat:
+                    self._compare_lanes()
                     strays = self._reconcile(self._beat(), strays)
                     next_beat = now + BEAT
                     self._stat["tokens_per_second"] = round((self._loop.tokens - tokens) / max(now - seen, 0.1), 1)
@@ -248,6 +255,11 @@ class LaneWorker(SimpleWorker):
                 log.warning("heartbeat_failed", error=str(error))
             except Exception:
                 log.exception("heartbeat_failed")
+
+    def _check_stall(self, now: float) -> None:
+        """An engine that makes no step while lanes run will make none any more: the process is worth nothing."""
+        if self._lanes and now - self._loop.stepped_at > self._settings.stall_s:
+            self.engine_died(TimeoutError(f"no step for {self._settings.stall_s:g} s"))
 
     def _beat(self, *, register: bool = False) -> dict[str, str]:
         """Renews the lease; the ids and attempts that the store thinks run here."""
@@ -261,6 +273,7 @@ class LaneWorker(SimpleWorker):
         """Gives back what the store thinks runs here and does not, two beats in a row: a take whose answer was lost."""
         with self._lock:
             mine = {job_id: str(lane.attempt) for job_id, lane in self._lanes.items()}
+        mine |= {job_id: str(a) for job_id, a in self._taker.preparing.copy().items()}
         unknown = {job_id: a for job_id, a in theirs.items() if mine.get(job_id) != a}
         for job_id, a in unknown.items():
             if strays.get(job_id) == a:
@@ -272,6 +285,8 @@ class LaneWorker(SimpleWorker):
         """The store does not know this worker any more: nothing that runs here is its own. Goes on under a new name."""
         lease = int(self._settings.lease_s * 1000)
         with self._renaming:
+            if self._draining.is_set():
+                return
             if self._scripts.beat("worker", self.name, lease, register=False) is not None:
                 return  # another thread has noticed first
             self._rename(lease)

@@ -15,7 +15,8 @@ import structlog
 
 from shared import connection, frames, keys
 from shared.cards import ModelCard
-from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, SluiceError
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, LogLost, SluiceError
+from shared.frames import Take
 from shared.jobs import Job, from_rq
 from shared.scripts import Scripts, Taken
 from workers.engines.base import Engine
@@ -28,20 +29,28 @@ RETRY = 0.5
 
 
 def lane_of(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
-    """The lane of a job that was taken; one that has only its end if the job cannot run."""
-    job = Job(id=taken.id, model=card.id, prompts=[""], seed=0, created=0)
+    """The lane of a job that was taken; one that has only its end if the job cannot run. Never raises."""
     try:
-        job = from_rq(taken.data)
-        if job.id != taken.id:
-            raise InvalidRequest("The job carries another request's id.")
-        job.params.check(card.vocab_size)
-        prompts = [_prompt(prompt, job, card, engine) for prompt in job.prompts]
+        return _lane(taken, card, engine)
     except SluiceError as error:
-        return Lane.failed(job, taken.name, error, home=taken.home)
+        refused = error
     except Exception:
         log.exception("job_unreadable", job=taken.id)
-        return Lane.failed(job, taken.name, InternalError(), home=taken.home)
+        refused = InternalError()
+    placeholder = Job(id=taken.id, model=card.id, prompts=[""], seed=0, created=0)
+    return Lane.failed(placeholder, taken.name, refused, home=taken.home)
+
+
+def _lane(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
     deadline = time.monotonic() + taken.left
+    job = from_rq(taken.data)
+    if job.id != taken.id:
+        raise InvalidRequest("The job carries another request's id.")
+    job.check()
+    job.params.check(card.vocab_size)
+    if any(not isinstance(frame, Take) for _, entry in taken.log for frame in frames.decode_entry(entry)):
+        raise LogLost("The worker that began this request is gone, and no other can go on with it yet.")
+    prompts = [_prompt(prompt, job, card, engine) for prompt in job.prompts]
     return Lane(
         job,
         taken.name,
@@ -77,6 +86,8 @@ def _added(prompt: str, ids: list[int], job: Job, card: ModelCard, engine: Engin
 class Taker(threading.Thread):
     """`free` tells how many lanes are free; `accept` gets each new lane. `freed` is set whenever a lane ends.
 
+    `preparing`: job id -> attempt of what was taken and is no lane yet; tokenising a long prompt takes its time.
+
     `retired` is called when the store no longer knows this worker's name.
     """
 
@@ -94,6 +105,7 @@ class Taker(threading.Thread):
     ) -> None:
         super().__init__(name="taker", daemon=True)
         self.freed = threading.Event()
+        self.preparing: dict[str, int] = {}
         self._store = connection.connect(url, max_connections=1)
         self._scripts = Scripts(self._store)
         self._worker, self._card, self._engine = worker, card, engine
@@ -133,7 +145,9 @@ class Taker(threading.Thread):
             self._retired()
             self._stopping.wait(RETRY)
             return
+        self.preparing = {job.id: job.name.a for job in taken}
         for job in taken:
             self._accept(lane_of(job, card, self._engine))
+            self.preparing.pop(job.id, None)
         if not taken:
             self._store.blpop([keys.bell(card.id)], timeout=connection.BLOCK_TIMEOUT / 2)

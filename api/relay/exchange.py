@@ -55,6 +55,7 @@ class Exchange:
         """Queues the job. Raises NoWorker, StoreUnavailable."""
         self._gateway.submit(self.job)
         self._submitted = True
+        self._subscription.submitted = True
 
     def next_events(self, timeout: float) -> list[Event] | None:
         """The next frames' events (maybe none); None = `timeout` seconds passed without frames.

@@ -43,6 +43,8 @@ class Subscription:
         self.job_id = job_id
         self.order = Order()
         self.touched = time.monotonic()
+        #: The request is in the store; before that, it is no wonder that it is not there.
+        self.submitted = False
         self._hub = hub
         self._ready = threading.Event()
         self._entries: deque[tuple[Name, list[Frame]]] = deque()
@@ -218,6 +220,7 @@ class Hub:
                 continue
             pinged = False
             answer = channel.read_response(disable_decoding=True)
+            self._away_since = None
             if not isinstance(answer, list) or not answer:
                 continue
             if answer[0] == b"message":
@@ -234,8 +237,12 @@ class Hub:
             return
         for job_id, (last, entry) in message.items():
             for subscription in self._streams.get(job_id, ()):
-                if not subscription.feed(last, entry):
-                    self.repair_soon(subscription)
+                try:
+                    if not subscription.feed(last, entry):
+                        self.repair_soon(subscription)
+                except Exception:  # a bug of ours, on one stream: the others go on
+                    log.exception("stream_failed", job=job_id)
+                    subscription.fail(InternalError())
 
     # -- the log
 
@@ -294,7 +301,7 @@ class Hub:
         """Streams that heard nothing for a while: is there something in the log, and is the job still there?"""
         while not self._stop.wait(1.0):
             now = time.monotonic()
-            silent = [s for s in self._all() if s.live and now - s.touched > IDLE]
+            silent = [s for s in self._all() if s.live and s.submitted and now - s.touched > IDLE]
             for start in range(0, len(silent), REPAIR_BATCH):
                 batch = silent[start : start + REPAIR_BATCH]
                 try:
@@ -305,6 +312,7 @@ class Hub:
                 except redis.RedisError:
                     self._store_away()
                     break
+                self._away_since = None
                 for subscription, exists in zip(batch, there, strict=True):
                     subscription.touched = now
                     if exists:

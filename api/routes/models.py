@@ -9,6 +9,7 @@ from flask import Blueprint, Response
 
 from api.services import services
 from shared.cards import ModelCard
+from shared.errors import ModelNotFound
 
 blueprint = Blueprint("models", __name__)
 
@@ -22,7 +23,11 @@ def listing() -> Response:
 @blueprint.get("/v1/models/<path:model>")
 def one(model: str) -> Response:
     """One model, by id (which may hold slashes) or alias."""
-    return _json(_shown(services().gateway.card(model)))
+    gateway = services().gateway
+    card = gateway.card(model)
+    if card not in gateway.cards():
+        raise ModelNotFound(f"The model {model!r} is served by nobody at the moment.", param="model")
+    return _json(_shown(card))
 
 
 def _shown(card: ModelCard) -> dict[str, Any]:

@@ -20,11 +20,10 @@ from api.schemas.thinking import ThinkingFields
 from shared import jobs
 from shared.cards import ModelCard
 from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from shared.jobs import Job
+from shared.jobs import MAX_N, Job
 from shared.settings import Settings
 
-#: Largest n; best_of beyond n has a lower limit.
-MAX_N = 128
+#: Largest best_of that is more than n.
 MAX_BEST_OF = 20
 
 

@@ -1,6 +1,6 @@
 -- Gives a worker what its free lanes can hold, and the log of each: nothing has to be read afterwards.
--- Order: handed-over requests of this fingerprint, RQ's own list (put back by `rq requeue`), then the tenants by
--- least tokens served, interactive before batch. What is gone, ended or not queued is dropped; past its deadline: ended.
+-- Order: handed-over requests of this fingerprint, the model's own RQ queue (jobs that RQ itself enqueued), then the
+-- tenants by least requests served, interactive before batch. What is gone, ended or not queued is dropped; past its deadline: ended.
 -- ARGV  1 worker  2 free lanes  3 all lanes  4 model  5 fingerprint  6 deadline frame  7 default timeout, ms
 -- Returns {'retired'} or {'ok', {id, a, s, RQ data, home, ms left, origin, log}, ...}; s names the `take` frame
 local w, free, all, model, fp = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
@@ -23,7 +23,8 @@ local function pop() -- the next waiting id, and a function that puts it back wh
       if not tenant then break end
       local list = 'rq:queue:' .. model .. ':' .. class .. ':' .. tenant
       local id = R('LPOP', list)
-      local score = R('ZINCRBY', ring, id and 1 or 0, tenant)
+      local score = R('ZSCORE', ring, tenant)
+      if id then R('ZINCRBY', ring, 1, tenant) end
       if R('LLEN', list) == 0 then R('ZREM', ring, tenant) end
       if id then return id, function() R('LPUSH', list, id) R('ZADD', ring, score, tenant) end end
     end

@@ -441,7 +441,7 @@ def test_in_chat_the_last_user_message_is_the_script() -> None:
 def test_an_id_that_is_running_cannot_come_again() -> None:
     engine = ScriptedEngine()
     engine.add(request(engine, "a"))
-    with pytest.raises(ValueError, match="already"):
+    with pytest.raises(InvalidRequest, match="already"):
         engine.add(request(engine, "a"))
 
 

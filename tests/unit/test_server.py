@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from api.server import check_exposure
+from shared.exposure import Exposed, check_exposure
 from shared.settings import Settings
 from tests.contract.schemas import check_error
 
@@ -315,6 +315,6 @@ def test_not_open_to_everyone_by_accident() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
         check_exposure(Settings(host=host))
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(SystemExit, match=r"insecure|INSECURE"):
+        with pytest.raises(Exposed, match=r"insecure|INSECURE"):
             check_exposure(Settings(host=host))
         check_exposure(Settings(host=host, insecure=True))

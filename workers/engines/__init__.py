@@ -15,7 +15,7 @@ def make(kind: str, model: str | None, settings: Settings) -> Engine:
 
     Engines are imported here and not before: each needs libraries that the others do without.
     Raises OSError or SluiceError for what is missing on this machine."""
-    path, _, model_id = (model or "").partition("=")
+    path, model_id = split_model(model or "")
     if kind == "scripted":
         from workers.engines.scripted import ScriptedEngine
 
@@ -34,6 +34,14 @@ def make(kind: str, model: str | None, settings: Settings) -> Engine:
         name = model_id or (model_name(file) if path else CARRIED_MODEL_ID)
         return LlamaCppEngine(LlamaCppOptions.from_settings(settings, file, name))
     raise InvalidRequest(f"The engine {kind!r} is not built in yet.")
+
+
+def split_model(model: str) -> tuple[str, str]:
+    """`DIR` or `DIR=ID` as (path, id or ""); a path that exists as it is written may hold a `=` itself."""
+    if Path(model).exists() or "=" not in model:
+        return model, ""
+    path, _, model_id = model.rpartition("=")
+    return path, model_id
 
 
 def model_name(path: Path) -> str:

@@ -165,7 +165,7 @@ class ScriptedEngine(Engine):
 
     def add(self, request: EngineRequest) -> None:
         if request.id in self._running or request.id in self._waiting:
-            raise ValueError(f"request {request.id} is already here")
+            raise InvalidRequest(f"A request {request.id} is running already.")
         if not request.prompt:
             raise InvalidRequest("The prompt is empty.", param="prompt")
         _check_ids(request.prompt, "prompt")
