@@ -150,7 +150,7 @@ class Gateway:
             if self._store.exists(keys.lease(look.owner)):
                 self._missing.pop(look.owner, None)
             elif time.monotonic() - self._missing.setdefault(look.owner, time.monotonic()) > MISSING:
-                return WorkerLost("The worker that had this request is gone.")
+                return WorkerLost("The worker that had this request is gone. The request can be repeated.")
             return None
         late = look.status == "queued" and look.queued and now - int(look.queued) > self._settings.cold_start_s * 1000
         if late and look.model not in {worker["model"] for worker in self._knowledge().workers}:
@@ -191,7 +191,7 @@ class Gateway:
         for card in every:
             if name == card.id:
                 return card
-        for card in every:
+        for card in (*self.cards(), *every):  # an alias is whose worker runs, else who had it last
             if name in card.aliases:
                 return card
         raise ModelNotFound(f"The model {name!r} does not exist.", param="model")

@@ -21,7 +21,8 @@ MAX_DEPTH = 64
 #: Integers of more digits are cut to this many: still far outside every range, and int() stays fast (CVE-2020-10735).
 MAX_DIGITS = 300
 
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+#: A string that never closes reaches to the end: to try again behind each of its quotes would take quadratic time.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _STEP = [1 if byte in b"[{" else -1 for byte in range(256)]
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")

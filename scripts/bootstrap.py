@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "up": (RUN, ("-m", "scripts.cli", "up")),
     "quickstart": (RUN, ("-m", "scripts.quickstart")),
     "bench": (RUN, ("-m", "scripts.cli", "bench")),
+    "sluice": (RUN, ("-m", "scripts.cli")),
     "test": (TEST, ("-m", "scripts.run_tests")),
 }
 
@@ -129,7 +130,11 @@ def prepare(venv: Path, files: Sequence[str]) -> Path:
         )
     # Two commands started at once: the second waits. The lock is this file itself, so nothing is left behind.
     with Path(__file__).open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another command of this checkout is installing; waiting for it.", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         python = venv / "bin" / "python"
         stamp = _usable(venv)
         if stamp is None:

@@ -44,7 +44,7 @@ ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="SLUICE_API_KEY"
 def up_command(
     engine: Annotated[list[str] | None, typer.Option(help="llamacpp, exllamav2 or scripted; may be repeated.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(metavar="DIR[=ID]", help="Model of the engine, and its name.")
+        list[str] | None, typer.Option(metavar="PATH[=ID]", help="Model file or folder of the engine, and its name.")
     ] = None,
     alias: Annotated[
         list[str] | None, typer.Option(metavar="A=ID", help="Another name of a model; may be repeated.")

@@ -109,7 +109,10 @@ class Supervisor:
         """Ends API and workers (SIGTERM, then SIGKILL), then the store. Children that are idle end at once."""
         others = [c for c in self.children if c.program.kind != "store" and c.pid is not None]
         if others:
-            self._say("stopping: " + ", ".join(c.name for c in others))
+            self._say(
+                f"stopping: {', '.join(c.name for c in others)}; running requests have up to {self._drain_s:g} s, "
+                "Ctrl-C again ends them now"
+            )
         self._end(others, self._drain_s + HAND_OVER_S)
         self._end([c for c in self.children if c.program.kind == "store" and c.pid is not None], STORE_STOP_S)
 

@@ -69,9 +69,9 @@ class Scripts:
                 job_id.decode(),
                 Name(int(a), int(s)),
                 data,
-                home.decode(),
+                home.decode(errors="replace"),
                 int(left) / 1000,
-                origin.decode(),
+                origin.decode(errors="replace"),
                 [(Name.parse(name.decode()), fields[1]) for name, fields in log],
             )
             for job_id, a, s, data, home, left, origin, log in answer[1:]
@@ -86,7 +86,7 @@ class Scripts:
     def beat(self, kind: Literal["worker", "proc"], name: str, lease_ms: int, *, register: bool) -> list[str] | None:
         """Renews a lease; what the store thinks the process has (ids; a worker's with their attempts). None: retired."""
         answer = self.call("beat", kind, name, lease_ms, "1" if register else "")
-        return None if answer[0] == b"retired" else [item.decode() for item in answer[1]]
+        return None if answer[0] == b"retired" else [item.decode(errors="replace") for item in answer[1]]
 
     def book(self, worker: str, job_id: str, a: int) -> None:
         self.call("book", worker, job_id, a)

@@ -185,6 +185,7 @@ class Node:
         job = Job(id=new_id(), model="scripted", prompts=[prompt], seed=1, created=int(time.time()), **fields)
         stream = Stream(self, job)
         self.gateway.submit(job, tenant=tenant)
+        stream.subscription.submitted = True
         return stream
 
     def busy(self) -> int:

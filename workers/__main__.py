@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a worker until it is told to stop. Exit status 2: it could not start, and said what to do."""
     parser = argparse.ArgumentParser(prog="python -m workers", description="Runs jobs of one model.")
     parser.add_argument("--engine", default="llamacpp", choices=("llamacpp", "exllamav2", "scripted"))
-    parser.add_argument("--model", metavar="DIR[=ID]", help="model file or folder, and the id to serve it under")
+    parser.add_argument("--model", metavar="PATH[=ID]", help="model file or folder, and the id to serve it under")
     parser.add_argument(
         "--alias", metavar="A=ID", action="append", default=[], help="another name for the model; repeatable"
     )

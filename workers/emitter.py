@@ -154,9 +154,14 @@ class Emitter(threading.Thread):
             if isinstance(
                 answer, redis.ResponseError
             ):  # equal or smaller, out of memory, read only: emit.lua will tell
-                self._say("write_refused", answer)
                 lane.epoch = -1
-                self._refusals += not plain  # refused twice: the store takes nothing now
+                if _concerns_one_key(answer):
+                    log.warning("lane_given_up", job=lane.job.id, error=str(answer))
+                    lane.dropped = True
+                    self._over(lane, False)
+                elif not plain:  # refused twice: the store takes nothing now
+                    self._say("write_refused", answer)
+                    self._refusals += 1
             elif plain or answer[0] == b"ok":
                 lane.epoch = self._epoch
                 lane.written, lane.inflight = name, None
@@ -181,7 +186,7 @@ class Emitter(threading.Thread):
     def _refused(self, lane: Lane, top: Name) -> None:
         """emit.lua found another frame on top than the one this lane wrote last."""
         if top.a > lane.attempt or top.s > lane.written.s:
-            log.info("fenced", job=lane.job.id, attempt=lane.attempt, top=str(top))
+            log.debug("fenced", job=lane.job.id, attempt=lane.attempt, top=str(top))
             # Not lane.drop(): the engine's thread still has to see which choices run, to cancel them.
             lane.dropped = True
             self._over(lane, False)
@@ -260,3 +265,8 @@ def _end_with(lane: Lane, error: SluiceError) -> None:
 
 def _is_lost(lane: Lane) -> bool:
     return isinstance(lane.terminal, Error) and lane.terminal.error["code"] == LogLost.code
+
+
+def _concerns_one_key(error: redis.ResponseError) -> bool:
+    """Somebody put something else where this lane's log or job belongs: nothing it writes will ever be taken."""
+    return "WRONGTYPE" in str(error)

@@ -147,6 +147,7 @@ class LaneWorker(SimpleWorker):
     def _drain(self) -> None:
         self._taker.stop()
         self._taker.join(connection.SOCKET_TIMEOUT)
+        self._taker.finish_preparing()
         end = time.monotonic() + self._settings.drain_s
         self._wait_for_lanes(end)
         if self._lanes:
@@ -180,7 +181,8 @@ class LaneWorker(SimpleWorker):
         if self._draining.is_set():
             return 0
         with self._lock:
-            return self._card.lanes - sum(min(lane.job.choices, self._card.lanes) for lane in self._lanes.values())
+            running = sum(min(lane.job.choices, self._card.lanes) for lane in self._lanes.values())
+            return self._card.lanes - running - len(self._taker.preparing)
 
     def _accept(self, lane: Lane) -> None:
         with self._lock:
@@ -207,7 +209,8 @@ class LaneWorker(SimpleWorker):
     # -- told from outside
 
     def _cancelled(self, job_id: str) -> None:
-        self._loop.drop(job_id)
+        if self._store.hget(keys.job(job_id), "terminal"):  # anybody may publish
+            self._loop.drop(job_id)
 
     def _rq_command(self, payload: dict[str, Any]) -> None:
         if payload["command"] in ("stop-job", "stop-execution"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import redis
 import structlog
@@ -26,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 #: Pause after the store did not answer, s.
 RETRY = 0.5
+#: Packed size from which a job is tokenised beside the taker, bytes: megabytes take seconds, and others shall not wait.
+LONG_JOB = 20_000
 
 
 def lane_of(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
@@ -106,6 +109,7 @@ class Taker(threading.Thread):
         super().__init__(name="taker", daemon=True)
         self.freed = threading.Event()
         self.preparing: dict[str, int] = {}
+        self._long_jobs = ThreadPoolExecutor(1, "long-prompts")
         self._store = connection.connect(url, max_connections=1)
         self._scripts = Scripts(self._store)
         self._worker, self._card, self._engine = worker, card, engine
@@ -120,6 +124,10 @@ class Taker(threading.Thread):
         self._stopping.set()
         self.freed.set()
 
+    def finish_preparing(self) -> None:
+        """Waits until what was taken is handed over."""
+        self._long_jobs.shutdown()
+
     def run(self) -> None:
         while not self._stopping.is_set():
             try:
@@ -130,6 +138,10 @@ class Taker(threading.Thread):
             except Exception:
                 log.exception("take_failed")
                 self._stopping.wait(RETRY)
+
+    def _prepare(self, job: Taken) -> None:
+        self._accept(lane_of(job, self._card, self._engine))
+        self.preparing.pop(job.id, None)
 
     def _round(self) -> None:
         self.freed.clear()
@@ -145,9 +157,11 @@ class Taker(threading.Thread):
             self._retired()
             self._stopping.wait(RETRY)
             return
-        self.preparing = {job.id: job.name.a for job in taken}
+        self.preparing |= {job.id: job.name.a for job in taken}
         for job in taken:
-            self._accept(lane_of(job, card, self._engine))
-            self.preparing.pop(job.id, None)
+            if len(job.data) > LONG_JOB:
+                self._long_jobs.submit(self._prepare, job)
+            else:
+                self._prepare(job)
         if not taken:
             self._store.blpop([keys.bell(card.id)], timeout=connection.BLOCK_TIMEOUT / 2)

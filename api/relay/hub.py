@@ -28,6 +28,8 @@ IDLE = 5.0
 REPAIR_BATCH = 50
 #: Entries a client may lag behind before the hub stops keeping them and reads them from the log when it is ready.
 BACKLOG = 512
+#: How long a log may lack what was delivered before the stream is given up, s.
+SHORT = 6.0
 #: Pause between attempts to reach the store, s.
 RETRY = 0.2
 
@@ -45,6 +47,8 @@ class Subscription:
         self.touched = time.monotonic()
         #: The request is in the store; before that, it is no wonder that it is not there.
         self.submitted = False
+        #: Since when the log lacks something, monotonic, s.
+        self.short_since: float | None = None
         self._hub = hub
         self._ready = threading.Event()
         self._entries: deque[tuple[Name, list[Frame]]] = deque()
@@ -96,6 +100,13 @@ class Subscription:
 
     def close(self) -> None:
         self._hub.forget(self)
+
+    def fell_short(self) -> None:
+        """The log lacks what was delivered, or the end of a request that has one. Somebody may be putting it back."""
+        now = time.monotonic()
+        self.short_since = self.short_since or now
+        if now - self.short_since > SHORT:
+            self.fail(LogLost("The store lost part of this stream, or kept it no longer."))
 
     def feed(self, last: Name, entry: list[Frame]) -> bool:
         """Delivers what is new. False: frames before this entry are missing."""
@@ -194,6 +205,7 @@ class Hub:
     # -- the channel
 
     def _follow(self) -> None:
+        said = ""  # each failure once, not at every attempt
         while not self._stop.is_set():
             channel = connection.raw(self._url)
             try:
@@ -202,8 +214,9 @@ class Hub:
                 channel.send_command("SUBSCRIBE", self._channel)
                 self._read(channel)
             except (redis.RedisError, OSError) as error:
-                if not self._stop.is_set():
-                    log.warning("hub_connection_lost", error=str(error))
+                if not self._stop.is_set() and said != str(error):
+                    said = str(error)
+                    log.warning("hub_connection_lost", error=said)
             finally:
                 channel.disconnect()
             self._stop.wait(RETRY)
@@ -232,7 +245,7 @@ class Hub:
     def _dispatch(self, payload: bytes) -> None:
         try:
             message = frames.decode_message(payload)
-        except ValueError as error:  # msgspec's errors are ValueErrors: whoever publishes garbage harms nobody
+        except (ValueError, RecursionError) as error:  # whoever publishes garbage harms nobody
             log.warning("hub_bad_message", error=str(error))
             return
         for job_id, (last, entry) in message.items():
@@ -277,6 +290,10 @@ class Hub:
 
     def _feed_log(self, subscription: Subscription, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> None:
         before = subscription.order.last
+        entries = list(entries)
+        if before.s and not entries:
+            subscription.fell_short()
+            return
         for name, fields in entries:
             try:
                 entry = frames.decode_entry(fields[b"f"])
@@ -286,7 +303,9 @@ class Hub:
             if not whole:
                 subscription.fail(LogLost("The log of this request has a hole."))
                 return
-        self.repaired += subscription.order.last != before
+        if subscription.order.last != before:
+            self.repaired += 1
+            subscription.short_since = None
 
     def _store_away(self) -> None:
         now = time.monotonic()
@@ -307,16 +326,18 @@ class Hub:
                 try:
                     pipeline = self._store.pipeline(transaction=False)
                     for subscription in batch:
-                        pipeline.exists(keys.job(subscription.job_id))
+                        pipeline.hmget(keys.job(subscription.job_id), "status", "terminal")
                     there = pipeline.execute()
                 except redis.RedisError:
                     self._store_away()
                     break
                 self._away_since = None
-                for subscription, exists in zip(batch, there, strict=True):
+                for subscription, (status, terminal) in zip(batch, there, strict=True):
                     subscription.touched = now
-                    if exists:
-                        self.repair_soon(subscription)
-                        self._lost(subscription.job_id)
-                    else:
+                    if status is None:
                         subscription.fail(JobLost("The store no longer has this request."))
+                        continue
+                    if terminal:  # its end should be in the log
+                        subscription.fell_short()
+                    self.repair_soon(subscription)
+                    self._lost(subscription.job_id)

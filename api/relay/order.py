@@ -40,6 +40,8 @@ class Order:
         if self.ended:
             return Verdict.SEEN
         first = first_seq(last, frames)
+        if first < 1 or not frames:  # nobody of ours names frames so
+            return Verdict.SEEN
         if first > self.last.s + 1:
             return Verdict.GAP
         for seq in range(first, min(last.s, self.last.s) + 1):

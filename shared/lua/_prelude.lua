@@ -67,15 +67,16 @@ local function finish(id, frame, by, status)
   local j = job(id, 'a', 'owner', 'origin', 'model', 'fp', 'class', 'tenant', 'home', 'status', 'exec', 'result_ttl', 'log_ttl')
   local origin, now = j[3] or '', clock()
   local ta, s = top(id)
-  local a = math.max(tonumber(j[1] or '0'), ta) + 1
-  local log, ttl = P .. 'log:' .. id, tonumber(j[11] or '3600')
+  local a = math.max(tonumber(j[1]) or 0, ta) + 1
+  local log, ttl = P .. 'log:' .. id, tonumber(j[11]) or 3600
   R('XADD', log, int(a) .. '-' .. (s + 1), 'f', '[' .. frame .. ']')
-  R('EXPIRE', log, tonumber(j[12] or '300'))
+  R('EXPIRE', log, tonumber(j[12]) or 300)
   if j[9] == 'queued' then unqueue(id, origin, j[4] or '', j[5], j[6], j[7]) end
   drop_execution(id, origin, j[10], j[2])
   R('HSET', 'rq:job:' .. id, 'terminal', by, 'status', status, 'a', int(a), 'ended_at', rq_time(now), 'exec', '')
   R('EXPIRE', 'rq:job:' .. id, ttl)
   local registry = status == 'finished' and 'rq:finished:' or status == 'canceled' and 'rq:canceled:' or 'rq:failed:'
+  R('ZREMRANGEBYSCORE', registry .. origin, '-inf', math.floor(now / 1000)) -- nothing else may ever trim it
   R('ZADD', registry .. origin, math.floor(now / 1000) + ttl, id)
   if j[8] and j[8] ~= '' then R('SREM', P .. 'att:' .. j[8], id) end
   tell(id, j[8], a, s + 1, '[' .. frame .. ']')

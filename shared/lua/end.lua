@@ -4,7 +4,10 @@
 --         {-3, top s} the log is shorter than what the owner wrote
 local id = ARGV[1]
 local j = job(id, 'a', 'terminal', 'status')
-if not j[3] then return { -1 } end
+if not j[3] then
+  if ARGV[2] ~= '' then R('DEL', P .. 'log:' .. id) end -- an owner's writes have made it anew, without a TTL
+  return { -1 }
+end
 if j[2] then return { 0, j[2] } end
 if ARGV[2] ~= '' and ARGV[2] ~= (j[1] or '0') then return { -2, j[1] or '0' } end
 if ARGV[3] ~= '' then

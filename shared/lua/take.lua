@@ -7,7 +7,7 @@ local w, free, all, model, fp = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), A
 if R('SISMEMBER', P .. 'workers', w) == 0 then return { 'retired' } end
 local now, out, aside, suspect = clock(), { 'ok' }, {}, false
 for _, id in ipairs(R('HKEYS', P .. 'lanes:' .. w)) do -- at most one request that was there when a worker died
-  if tonumber(job(id, 'kills')[1] or '0') > 0 then suspect = true end
+  if (tonumber(job(id, 'kills')[1]) or 0) > 0 then suspect = true end
 end
 
 local function pop() -- the next waiting id, and a function that puts it back where it was
@@ -35,24 +35,26 @@ while free > 0 do
   local id, put_back = pop()
   if not id then break end
   local j = job(id, 'a', 'status', 'dl', 'kills', 'needs', 'terminal', 'origin', 'exec', 'owner', 'queued', 'home', 'data', 'log_ttl', 'timeout')
-  if j[2] == 'queued' and not j[6] then
+  -- an id is RQ's: letters, digits, dash, underscore; anybody can push something else
+  if j[2] == 'queued' and not j[6] and string.match(id, '^[%w_-]+$') then
     local deadline = tonumber(j[3]) or now + (tonumber(j[14]) and tonumber(j[14]) * 1000 or tonumber(ARGV[7]))
-    local needs = math.min(tonumber(j[5] or '1'), all)
+    deadline = math.min(deadline, now + 30 * 86400000)
+    local needs = math.max(1, math.min(tonumber(j[5]) or 1, all))
     if deadline < now then
       finish(id, ARGV[6], 'deadline', 'failed')
-    elseif tonumber(j[4] or '0') > 0 and suspect then
+    elseif (tonumber(j[4]) or 0) > 0 and suspect then
       aside[#aside + 1] = put_back
     elseif needs > free then -- it waits for lanes at the front, and nobody overtakes it
       put_back()
       break
     else
       local ta, s = top(id)
-      local a = math.max(tonumber(j[1] or '0') + 1, ta + 1, now)
+      local a = math.max((tonumber(j[1]) or 0) + 1, ta + 1, now)
       local A, origin, log = int(a), j[7] or model, P .. 'log:' .. id
       local left = math.max(1, math.ceil((deadline - now) / 1000))
-      local frame = '[{"k":"take","worker":"' .. w .. '","queued_ms":' .. int(now - tonumber(j[10] or int(now))) .. '}]'
+      local frame = '[{"k":"take","worker":"' .. w .. '","queued_ms":' .. int(now - (tonumber(j[10]) or now)) .. '}]'
       R('XADD', log, A .. '-' .. (s + 1), 'f', frame)
-      R('EXPIRE', log, left + tonumber(j[13] or '300'))
+      R('EXPIRE', log, left + (tonumber(j[13]) or 300))
       drop_execution(id, origin, j[8], j[9])
       R('HSET', 'rq:job:' .. id, 'a', A, 'owner', w, 'status', 'started', 'exec', A, 'worker_name', w, 'fp', fp, 'model', model,
         'dl', int(deadline), 'origin', origin, 'started_at', rq_time(now), 'last_heartbeat', rq_time(now))
@@ -67,7 +69,7 @@ while free > 0 do
       R('SADD', 'rq:workers:' .. origin, 'rq:worker:' .. w)
       R('HSET', P .. 'lanes:' .. w, id, A)
       tell(id, j[11], a, s + 1, frame)
-      suspect = suspect or tonumber(j[4] or '0') > 0
+      suspect = suspect or (tonumber(j[4]) or 0) > 0
       free = free - needs
       out[#out + 1] = { id, A, s + 1, j[12] or '', j[11] or '', int(deadline - now), origin, s > 0 and R('XRANGE', log, '-', '+') or {} }
     end

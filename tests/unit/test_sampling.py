@@ -308,3 +308,14 @@ def test_largest_breaks_ties_by_id() -> None:
     assert largest(row, 4).tolist() == [1, 2, 4, 3]
     assert largest(row, 0).tolist() == []
     assert largest(row, 99).tolist() == [1, 2, 4, 3, 0, 5]
+
+
+@pytest.mark.parametrize("field", ["typical_p", "min_p", "top_p"])
+@pytest.mark.parametrize("value", [0.0, 1e-300, 1e-9, 1.0])
+def test_extreme_filters_keep_a_token(field: str, value: float) -> None:
+    for seed in range(20):
+        row = np.zeros(VOCAB + PAD, np.float32)
+        row[:2] = (0.0, float(seed))  # two-sided distributions have no id near their entropy
+        row[2:VOCAB] = -1e4
+        for logits in (row, logits_of(seed)):
+            assert 0 <= sampler(SamplingParams(**{field: value})).sample(logits) < VOCAB

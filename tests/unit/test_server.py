@@ -308,7 +308,7 @@ def test_without_a_store_it_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "api"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=30
     )
-    assert done.returncode == 1 and "REDIS_URL" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "REDIS_URL" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_not_open_to_everyone_by_accident() -> None:

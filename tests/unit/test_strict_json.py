@@ -139,3 +139,11 @@ def test_hostile_bodies_are_answered_soon(body: bytes) -> None:
     except InvalidJson:
         pass
     assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize("tail", [b'"\\', b'"a\\', b'"', b'""', b'"\\"'])
+def test_strings_that_never_close_are_refused_in_linear_time(tail: bytes) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidJson):
+        parse(b"[" * 65 + tail * 200_000)
+    assert time.monotonic() - began < 5

@@ -76,7 +76,7 @@ def test_a_port_in_use_is_said_with_its_owner_and_another_one(tmp_path: Path) ->
 
 def test_an_address_that_is_not_ours_is_said(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match=r"Cannot listen on 192\.0\.2\.1"):
-        up(Options(("scripted",)), Settings(host="192.0.2.1", data_dir=tmp_path / "data"))
+        up(Options(("scripted",)), Settings(host="192.0.2.1", insecure=True, data_dir=tmp_path / "data"))
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,9 @@ def test_an_address_that_is_not_ours_is_said(tmp_path: Path) -> None:
 )
 def test_where_a_client_on_this_machine_connects(host: str, url: str) -> None:
     assert base_url(Settings(host=host, port=8000)) == url
+
+
+def test_an_address_open_to_everyone_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(CannotStart, match="--insecure"):
+        up(Options(("scripted",)), Settings(host="0.0.0.0", data_dir=tmp_path / "data"))
+    assert not (tmp_path / "data").exists()

@@ -279,7 +279,7 @@ def _typical(weights: Weights, typical_p: float) -> Ids:
     distance = np.abs(surprise - float((probabilities * surprise).sum()))
     for reach in (1.0, 2.0, 4.0, 8.0, math.inf):
         near = np.flatnonzero(distance <= reach)
-        if float(probabilities[near].sum()) >= typical_p:
+        if len(near) and float(probabilities[near].sum()) >= typical_p:
             break
     order = near[np.argsort(distance[near], kind="stable")]
     count = int(np.searchsorted(np.cumsum(probabilities[order]), typical_p)) + 1

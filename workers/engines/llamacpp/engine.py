@@ -286,7 +286,7 @@ class LlamaCppEngine(Engine):
         if done is None and not lane.owed:
             try:
                 self._sample(lane, logits[-1], events)
-            except FloatingPointError:
+            except Exception:  # logits that are no numbers, or a bug of ours: on one lane, the others go on
                 log.exception("Sampling failed.")
                 self._fail(lane, InternalError(), events)
                 return
