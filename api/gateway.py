@@ -138,8 +138,15 @@ class Gateway:
         _, every, served, _ = self._knowledge()
         return [card for card in every if card.id in served]
 
-    def card(self, model: str | None) -> ModelCard:
-        """The card of a model by id or alias; None = the default model.
+    def tokenizer(self, sha: str) -> str | None:
+        """The tokenizer.json of that digest, if the store has it."""
+        with _reaching_the_store():
+            found: bytes | None = self._store.get(keys.tokenizer(sha))
+        return None if found is None else found.decode()
+
+    def card(self, model: str | None, *, unserved: bool = False) -> ModelCard:
+        """The card of a model by id or alias; None = the default model. `unserved`: the default may be a model that
+        nobody serves at the moment, if none is served.
 
         Raises ModelNotFound, or InvalidRequest if no model was named and there is no default."""
         name = model if model is not None else self._settings.default_model
@@ -147,6 +154,8 @@ class Gateway:
         if name is None:
             real = [card for card in every if card.id in served and card.id != SCRIPTED]
             candidates = real or [card for card in every if card.id in served]
+            if not candidates and unserved:
+                candidates = [card for card in every if card.id != SCRIPTED] or every
             if len(candidates) == 1:
                 return candidates[0]
             if not candidates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,15 +32,7 @@ def write_vocabulary(
     path: Path, pre: str, *, without: Sequence[str] = (), specials: Sequence[str] = SPECIALS, add_bos: bool = False
 ) -> Path:
     """A byte-level BPE vocabulary trained on the spot. `without`: byte characters that are no token."""
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.train_from_iterator(
-        _TEXT * 3,
-        trainers.BpeTrainer(
-            vocab_size=900, initial_alphabet=ByteLevel.alphabet(), show_progress=False, special_tokens=[]
-        ),
-    )
-    model = json.loads(trained.to_str())["model"]
+    model = _trained()
     lost = set("".join(without))
     words = [word for word, _ in sorted(model["vocab"].items(), key=lambda item: item[1]) if not lost & set(word)]
     merges = [" ".join(pair) for pair in model["merges"] if not lost & set("".join(pair))]
@@ -65,6 +58,20 @@ def write_vocabulary(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@functools.cache
+def _trained() -> Any:
+    """The model of a tokenizer.json."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.train_from_iterator(
+        _TEXT * 3,
+        trainers.BpeTrainer(
+            vocab_size=900, initial_alphabet=ByteLevel.alphabet(), show_progress=False, special_tokens=[]
+        ),
+    )
+    return json.loads(trained.to_str())["model"]
 
 
 class _VocabularyOnly:
