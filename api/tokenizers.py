@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import gevent
 import structlog
@@ -101,5 +101,15 @@ def aside(size: int, work: Callable[[], T]) -> T:
     """The result of `work`; in a thread of its own if its input is large and greenlets share this one."""
     if size <= LARGE or not monkey.is_module_patched("threading"):
         return work()
-    result: T = gevent.get_hub().threadpool.apply(work)
-    return result
+    result, error = gevent.get_hub().threadpool.apply(_caught, (work,))
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+def _caught(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """gevent prints what a pool's thread raises, and here that is a client's mistake most of the time."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - raised again by the caller
+        return None, error

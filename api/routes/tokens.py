@@ -16,6 +16,7 @@ from api.schemas.messages import read_messages
 from api.schemas.strict import StrictRequest
 from api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from api.services import Services, services
+from api.templating import TemplateFailed
 from api.thinking import SWITCHES
 from api.tokenizers import aside, special_tokens
 from shared.cards import ModelCard
@@ -104,7 +105,10 @@ def _chat(parts: Services, fields: TokenizeRequest, card: ModelCard, tokenizer: 
     thinking, _ = fields.thinking_switch()
     if thinking is not None:
         variables |= dict.fromkeys(SWITCHES, thinking)
-    return parts.renderer.render(card.chat_template, variables)
+    try:
+        return parts.renderer.render(card.chat_template, variables)
+    except TemplateFailed as failed:
+        raise TemplateFailed(failed.message, param="messages") from None
 
 
 def _json(value: dict[str, Any]) -> Response:
