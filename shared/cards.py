@@ -16,7 +16,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     that the tokenizer names. `tokenizer_sha`: sha256 of the tokenizer.json in the store (`keys.tokenizer`), only if
     it was proven equal to the engine's tokenizer.
     `fingerprint`: changes with the weights, the engine or anything else that changes the numbers.
-    `unsupported`: extension fields that this engine refuses.
+    `constraints`: the engine obeys token masks. `unsupported`: extension fields that this engine refuses.
     """
 
     id: str
@@ -34,7 +34,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     pad_id: int | None = None
     tokenizer_sha: str | None = None
     chat_template: str | None = None
-    constraints: bool = True
+    constraints: bool = False
     unsupported: tuple[str, ...] = ()
 
 
