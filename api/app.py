@@ -10,8 +10,11 @@ from api.gateway import Gateway
 from api.lifecycle import Lifecycle
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
-from api.routes import completions, health, models, status
+from api.routes import completions, health, models, status, tokens
 from api.services import EXTENSION, Services
+from api.templating import Renderer
+from api.thinking import Tails
+from api.tokenizers import Tokenizers
 from shared import connection
 from shared.settings import Settings
 
@@ -37,8 +40,18 @@ def create_app(
     app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False
     app.url_map.merge_slashes = False
     app.url_map.redirect_defaults = False
-    app.extensions[EXTENSION] = Services(settings, gateway, hub, watcher, lifecycle)
-    for blueprint in (completions.blueprint, models.blueprint, health.blueprint, status.blueprint):
+    renderer = Renderer()
+    app.extensions[EXTENSION] = Services(
+        settings,
+        gateway,
+        hub,
+        watcher,
+        lifecycle,
+        tokenizers=Tokenizers(gateway.tokenizer),
+        renderer=renderer,
+        tails=Tails(renderer.render_all),
+    )
+    for blueprint in (completions.blueprint, models.blueprint, tokens.blueprint, health.blueprint, status.blueprint):
         app.register_blueprint(blueprint)
     errors.install(app)
     edge.install(app, settings)

@@ -18,7 +18,7 @@ from werkzeug.wsgi import ClosingIterator
 
 from api.body import close_after, leftover_is_large, linger
 from api.lifecycle import Lifecycle
-from shared.errors import Forbidden
+from shared.errors import Forbidden, UnsupportedParameter
 from shared.settings import Settings
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -85,6 +85,15 @@ def ignored_header(names: list[str]) -> str:
     shown = [name for name in names if _IGNORABLE.fullmatch(name)][:MAX_IGNORED]
     rest = len(names) - len(shown)
     return ", ".join(shown + ([f"+{rest}"] if rest else []))
+
+
+def tell_ignored(names: list[str], *, strict: bool = False) -> None:
+    """Names the fields that had no effect; if `strict`, refuses them. Raises UnsupportedParameter."""
+    if not names:
+        return
+    if strict:
+        raise UnsupportedParameter(f"There is no field {names[0][:64]!a}.", param=names[0][:64])
+    announce("x-sluice-ignored", ignored_header(names))
 
 
 def _request_id() -> str:

@@ -173,8 +173,15 @@ class Gateway:
         known = self._knowledge()
         return [card for card in known.cards if card.id in known.served]
 
-    def card(self, model: str | None) -> ModelCard:
-        """The card of a model by id or alias; None = the default model.
+    def tokenizer(self, sha: str) -> str | None:
+        """The tokenizer.json of that digest, if the store has it."""
+        with _reaching_the_store():
+            found: bytes | None = self._store.get(keys.tokenizer(sha))
+        return None if found is None else found.decode()
+
+    def card(self, model: str | None, *, unserved: bool = False) -> ModelCard:
+        """The card of a model by id or alias; None = the default model. `unserved`: the default may be a model that
+        nobody serves at the moment, if none is served.
 
         Raises ModelNotFound, or InvalidRequest if no model was named and there is no default."""
         name = model if model is not None else self._settings.default_model
@@ -182,6 +189,8 @@ class Gateway:
         if name is None:
             served = self.cards()
             candidates = [card for card in served if card.id != SCRIPTED] or served
+            if not candidates and unserved:
+                candidates = [card for card in every if card.id != SCRIPTED] or every
             if len(candidates) == 1:
                 return candidates[0]
             if not candidates:

@@ -10,6 +10,9 @@ from api.gateway import Gateway
 from api.lifecycle import Lifecycle
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
+from api.templating import Renderer
+from api.thinking import Tails
+from api.tokenizers import Tokenizers
 from shared.settings import Settings
 
 #: Their name among the app's extensions.
@@ -25,10 +28,14 @@ class Services:
     hub: Hub
     watcher: Watcher | None
     lifecycle: Lifecycle
+    tokenizers: Tokenizers
+    renderer: Renderer
+    tails: Tails
 
     def close(self, *, left_behind: bool) -> None:
         """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so
         the process must be found dead rather than sign off."""
+        self.renderer.close()
         self.hub.stop()
         if not left_behind:
             self.gateway.leave()

@@ -12,7 +12,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """One served model.
 
     `context`: tokens of prompt and completion together. `vocab_size`: ids a client may name (the head may be
-    wider). `add_bos`: the tokenizer puts `bos_id` before a string. `end_ids`: ids that end a text.
+    wider). `add_bos`: the tokenizer puts `bos_id` before a string. `end_ids`: ids that end a text, `eos_id` the one
+    that the tokenizer names. `tokenizer_sha`: sha256 of the tokenizer.json in the store (`keys.tokenizer`), only if
+    it was proven equal to the engine's tokenizer.
     `fingerprint`: changes with the weights, the engine or anything else that changes the numbers.
     `constraints`: the engine obeys token masks. `unsupported`: extension fields that this engine refuses.
     """
@@ -28,6 +30,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     add_bos: bool = False
     bos_id: int | None = None
     end_ids: tuple[int, ...] = ()
+    eos_id: int | None = None
+    pad_id: int | None = None
+    tokenizer_sha: str | None = None
     chat_template: str | None = None
     constraints: bool = False
     unsupported: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ class Start(msgspec.Struct, tag_field="k", tag="start", omit_defaults=True):
 
 
 class Prompt(msgspec.Struct, tag_field="k", tag="prompt", omit_defaults=True, rename={"from_": "from"}):
-    """A piece of the logprobs of prompt `i`: its tokens `from` on, not counting a BOS that the server put first.
+    """A piece of the logprobs of prompt `i`: its tokens `from` on, not counting what the server put before and behind.
 
     `o` and `p` as in Delta, offsets within the prompt. The first token of a prompt has no logprob. A frame stays below
     64 KB."""

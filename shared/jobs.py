@@ -32,7 +32,8 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """A checked request. Choices are prompt-major: index = prompt * n + j.
 
     `max_tokens` None = all remaining context; 0 = generate nothing, only score the prompts. `seed` is drawn at submission if the request had none.
-    `add_special` / `parse_special`: how string prompts are tokenised. `created`: s, the API's clock.
+    `add_special` / `parse_special`: how string prompts are tokenised. `tail`: what of it a prompt lacks is
+    appended to it (`shared/no_thinking.py`); the prompts themselves stay as sent. `created`: s, the API's clock.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None
     add_special: bool = True
     parse_special: bool = True
+    tail: str = ""
     params: SamplingParams = SamplingParams()
 
     @property

@@ -82,6 +82,11 @@ def card(model: str) -> str:
     return f"{PREFIX}card:{model}"
 
 
+def tokenizer(sha: str) -> str:
+    """string: a tokenizer.json, by its sha256."""
+    return f"{PREFIX}tokenizer:{sha}"
+
+
 def starter(model: str) -> str:
     """string, present while something is known that starts workers for the model."""
     return f"{PREFIX}starter:{model}"

@@ -23,6 +23,7 @@ from workers.engines import make
 from workers.lane import Lane
 from workers.lane_worker import LaneWorker
 from workers.progress import load_progress
+from workers.tokenizer_proof import prove
 
 log = structlog.get_logger(__name__)
 
@@ -81,10 +82,11 @@ def main(argv: list[str] | None = None) -> int:
             loop = EngineLoop(make(options.engine, options.model, settings), progress, emit, died)
             loop.start()
             card = with_aliases(loop.wait_loaded(), options.alias)
+            proven = prove(loop.engine, card)
     except (SluiceError, OSError, ValueError) as error:
         print(f"The {options.engine} engine could not start: {error}", file=sys.stderr)
         return 2
-    worker = LaneWorker(loop, card, settings, settings.redis_url, name=name)
+    worker = LaneWorker(loop, proven.card, settings, settings.redis_url, name=name, tokenizer=proven.tokenizer)
     return worker.work()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shared.errors import ContextLengthExceeded, InvalidRequest, SluiceError
+from shared.errors import SluiceError
 from shared.frames import Delta, End, Error, Finish, Frame, Name, Start
 from shared.jobs import Job
 from workers.engines.base import EngineRequest, Failed, Finished, PromptLogprobs, Started, Token
@@ -25,41 +25,17 @@ from workers.scoring import Dictionary, PromptScores, finite
 Outcome = Literal["finished", "failed", "stopped", "canceled"]
 
 
-def room_for(job: Job, prompt: Sequence[int], context: int) -> int:
-    """How many tokens a choice of this prompt may sample.
-
-    Raises InvalidRequest for an empty prompt, ContextLengthExceeded if prompt and max_tokens do not fit."""
-    if not prompt:
-        raise InvalidRequest("prompt is empty and the model has no token to begin with.", param="prompt")
-    room = context - len(prompt)
-    if job.scores_only and room >= 0:
-        return 0
-    if room < 1:
-        raise ContextLengthExceeded(
-            f"The model's context is {context} tokens, but the prompt has {len(prompt)} tokens and leaves no room.",
-            param="prompt",
-        )
-    if job.max_tokens is None:
-        return room
-    if job.max_tokens > room and not job.fit_max_tokens:
-        raise ContextLengthExceeded(
-            f"The model's context is {context} tokens, but the prompt has {len(prompt)} tokens and max_tokens asks for "
-            f"{job.max_tokens}; {room} are left.",
-            param="max_tokens",
-        )
-    return min(job.max_tokens, room)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptIds:
-    """A prompt as the engine gets it. `room`: tokens a choice may sample; `added`: leading ids that the server put
-    there; `text`: as sent, or what sent ids stand for."""
+    """A prompt as the engine gets it. `room`: tokens a choice may sample; `added`, `hidden`: leading and trailing ids
+    that the server put there; `text`: as sent, or what sent ids stand for."""
 
     ids: list[int]
     room: int
     added: int = 0
     text: str = ""
     sent_as_text: bool = True
+    hidden: int = 0
 
 
 class Lane:
@@ -200,6 +176,7 @@ class Lane:
                 prompt.ids,
                 self._pieces(request, prompt.ids),
                 added=prompt.added,
+                hidden=prompt.hidden,
                 text=prompt.text if prompt.sent_as_text else None,
             )
         self.outbox.extend((frame,) for frame in scores.frames(event.start, event.logprobs, self._dictionary))

@@ -63,13 +63,23 @@ class NoDeathPenalty(BaseDeathPenalty):
 
 
 class LaneWorker(SimpleWorker):
-    """`loop` has its model loaded. `work()` returns after a drain; its result is the process's exit status."""
+    """`loop` has its model loaded. `tokenizer`: the file that the card's `tokenizer_sha` names. `work()` returns after
+    a drain; its result is the process's exit status."""
 
     death_penalty_class = NoDeathPenalty
     log_result_lifespan = False
     log_job_description = False
 
-    def __init__(self, loop: EngineLoop, card: ModelCard, settings: Settings, url: str, *, name: str) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop,
+        card: ModelCard,
+        settings: Settings,
+        url: str,
+        *,
+        name: str,
+        tokenizer: str | None = None,
+    ) -> None:
         store = connection.connect(url, max_connections=8)
         own = Queue(card.id, connection=store, serializer=JSONSerializer)
         super().__init__([own], name=name, connection=store, serializer=JSONSerializer)
@@ -77,6 +87,7 @@ class LaneWorker(SimpleWorker):
         self._scripts = Scripts(store)
         self._settings = settings
         self._card = card
+        self._tokenizer = tokenizer
         self._loop = loop
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
@@ -170,6 +181,8 @@ class LaneWorker(SimpleWorker):
 
     def _publish_card(self) -> None:
         pipeline = self._store.pipeline()
+        if self._card.tokenizer_sha is not None and self._tokenizer is not None:
+            pipeline.set(keys.tokenizer(self._card.tokenizer_sha), self._tokenizer, nx=True)
         pipeline.hset(keys.card(self._card.id), "card", cards.encode(self._card))
         pipeline.sadd(keys.CARDS, self._card.id)
         pipeline.sadd(keys.RQ_QUEUES, keys.queue(self._card.id))  # `rq info` lists the workers of the queues it knows

@@ -61,15 +61,18 @@ def offsets(pieces: Iterable[bytes]) -> list[int]:
 class PromptScores:
     """Turns a prompt's logprobs into frames, in the pieces in which they come.
 
-    `added`: how many tokens the server put before the prompt; they have no entry. `text`: the prompt as sent, for the
-    tokenizers that put a space before it.
+    `added`, `hidden`: how many tokens the server put before and behind the prompt; they have no entry. `text`: the
+    prompt as sent, for the tokenizers that put a space before it.
     """
 
-    def __init__(self, index: int, tokens: Sequence[int], pieces: list[bytes], *, added: int, text: str | None) -> None:
+    def __init__(
+        self, index: int, tokens: Sequence[int], pieces: list[bytes], *, added: int, hidden: int = 0, text: str | None
+    ) -> None:
         self._index = index
         self._added = added
-        self._tokens = list(tokens[added:])
-        pieces = pieces[added:]
+        end = len(tokens) - hidden
+        self._tokens = list(tokens[added:end])
+        pieces = pieces[added:end]
         if text is not None and pieces and pieces[0].startswith(b" ") and b"".join(pieces) == b" " + text.encode():
             pieces = [pieces[0][1:], *pieces[1:]]
         self.pieces = pieces
@@ -78,7 +81,7 @@ class PromptScores:
     def frames(self, start: int, entries: Sequence[Logprob | None], dictionary: Dictionary) -> Iterator[Prompt]:
         """Frames of the entries of prompt tokens `start` on."""
         first = start - self._added
-        shown = [(first + k, entry) for k, entry in enumerate(entries) if first + k >= 0]
+        shown = [(first + k, entry) for k, entry in enumerate(entries) if 0 <= first + k < len(self._tokens)]
         for begin in range(0, len(shown), PROMPT_PIECE):
             part = shown[begin : begin + PROMPT_PIECE]
             low, high = part[0][0], part[-1][0] + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import redis
@@ -19,9 +19,10 @@ from shared.cards import ModelCard
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, LogLost, SluiceError
 from shared.frames import Take
 from shared.jobs import Job, from_rq
+from shared.prompts import prompt_ids, room_for
 from shared.scripts import Scripts, Taken
 from workers.engines.base import Engine
-from workers.lane import Lane, PromptIds, room_for
+from workers.lane import Lane, PromptIds
 
 log = structlog.get_logger(__name__)
 
@@ -67,23 +68,20 @@ def _lane(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
 
 def _prompt(prompt: str | list[int], job: Job, card: ModelCard, engine: Engine) -> PromptIds:
     """Raises InvalidRequest or ContextLengthExceeded."""
-    if isinstance(prompt, str):
-        ids = engine.tokenize(prompt, add_special=job.add_special, parse_special=job.parse_special)
-        if not ids and card.bos_id is not None:
-            ids = [card.bos_id]
-        return PromptIds(ids, room_for(job, ids, card.context), _added(prompt, ids, job, card, engine), prompt)
-    if any(type(token) is not int or not 0 <= token < card.vocab_size for token in prompt):
+    if not isinstance(prompt, str) and any(
+        type(token) is not int or not 0 <= token < card.vocab_size for token in prompt
+    ):
         raise InvalidRequest(f"prompt has token ids outside the vocabulary of {card.vocab_size}.", param="prompt")
-    room = room_for(job, prompt, card.context)
-    text = engine.detokenize(prompt).decode(errors="replace") if job.echo or job.logprobs is not None else ""
-    return PromptIds(prompt, room, 0, text, sent_as_text=False)
 
+    def decode(tokens: Sequence[int]) -> str:
+        return engine.detokenize(tokens).decode(errors="replace")
 
-def _added(prompt: str, ids: list[int], job: Job, card: ModelCard, engine: Engine) -> int:
-    """How many of the ids the server put before the prompt: the BOS, unless the text itself begins with it."""
-    if card.bos_id is None or ids[:1] != [card.bos_id]:
-        return 0
-    return int(engine.tokenize(prompt, add_special=False, parse_special=job.parse_special)[:1] != [card.bos_id])
+    ids = prompt_ids(prompt, job, bos_id=card.bos_id, encode=engine.tokenize, decode=decode)
+    room = room_for(job, len(ids.all), card.context)
+    if isinstance(prompt, str):
+        return PromptIds(ids.all, room, ids.added, prompt, hidden=ids.hidden)
+    text = decode(prompt) if job.echo or job.logprobs is not None else ""
+    return PromptIds(ids.all, room, 0, text, sent_as_text=False, hidden=ids.hidden)
 
 
 class Taker(threading.Thread):

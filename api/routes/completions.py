@@ -1,18 +1,19 @@
 """`POST /v1/completions`, streamed and not.
 
-The order is fixed: parse, card, job, subscription, submission. Whatever happens after the subscription, the exchange
+The order is fixed: parse, card, job, tail, room, subscription, submission. Whatever happens after the subscription, the exchange
 is closed, which cancels a job nobody waits for any more.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import msgspec
 from flask import Blueprint, Response, request
 
 from api.body import read_json
-from api.edge import announce, ignored_header
+from api.edge import announce, tell_ignored
 from api.relay import sse
 from api.relay.builder import CompletionBuilder
 from api.relay.exchange import Exchange
@@ -20,8 +21,10 @@ from api.relay.hub import ClientGone
 from api.relay.watcher import Watch, Watcher
 from api.schemas.completions import CompletionCall, CompletionRequest
 from api.services import Services, services
+from api.templating import TemplateFailed
+from api.tokenizers import special_tokens
 from shared.cards import ModelCard
-from shared.errors import Cancelled, UnsupportedParameter, WorkerShutdown
+from shared.errors import Cancelled, WorkerShutdown
 
 blueprint = Blueprint("completions", __name__)
 
@@ -33,10 +36,13 @@ def complete() -> Response:
     if parts.lifecycle.draining:
         raise WorkerShutdown("This server is stopping. The request can be repeated.")
     body = read_json(request.environ, parts.settings.max_body_bytes)
-    _tell_ignored(CompletionRequest.unknown(body), strict=parts.settings.strict_fields)
+    ignored = CompletionRequest.unknown(body)
+    tell_ignored(ignored, strict=parts.settings.strict_fields)
     fields = CompletionRequest.read(body)
     card = parts.gateway.card(fields.model)
     call = fields.to_call(card, parts.settings, created=int(time.time()))
+    call = _without_thinking(parts, call, card, ignored)
+    fitted = _check_room(parts, call, card)
     builder = CompletionBuilder(
         call.job, fingerprint=card.fingerprint, options=call.stream_options, tokens_as_ids=call.tokens_as_ids
     )
@@ -47,9 +53,10 @@ def complete() -> Response:
         exchange.submit()
         announce("x-sluice-id", call.job.id)
         if call.stream:
-            return _stream(parts, call, card, exchange, letting_go)
+            return _stream(parts, None if fitted else call, card, exchange, letting_go)
         answer = msgspec.json.encode(exchange.run())
-        _tell_fit(call, card, builder)
+        if not fitted:
+            _tell_fit(call, card, builder)
     except ClientGone:
         letting_go()
         raise Cancelled("The client hung up.") from None
@@ -61,10 +68,11 @@ def complete() -> Response:
 
 
 def _stream(
-    parts: Services, call: CompletionCall, card: ModelCard, exchange: Exchange, letting_go: _LettingGo
+    parts: Services, unfitted: CompletionCall | None, card: ModelCard, exchange: Exchange, letting_go: _LettingGo
 ) -> Response:
     first = exchange.first_events()
-    _tell_fit(call, card, exchange.builder)
+    if unfitted is not None:
+        _tell_fit(unfitted, card, exchange.builder)
     settings = parts.settings
     heartbeat = settings.sse_heartbeat_s if settings.sse_heartbeat == "comment" else None
     response = Response(
@@ -93,12 +101,30 @@ class _LettingGo:
         self._exchange.close()
 
 
-def _tell_ignored(names: list[str], *, strict: bool) -> None:
-    if not names:
-        return
-    if strict:
-        raise UnsupportedParameter(f"There is no field {names[0][:64]!a}.", param=names[0][:64])
-    announce("x-sluice-ignored", ignored_header(names))
+def _without_thinking(parts: Services, call: CompletionCall, card: ModelCard, ignored: list[str]) -> CompletionCall:
+    """The call with the tail that keeps the model from thinking, if that was asked for and its template has one."""
+    field = call.thinking_off
+    if field is None:
+        return call
+    try:
+        tail = parts.tails.of(card.chat_template, **special_tokens(card, parts.tokenizers.of(card)))
+    except TemplateFailed as failed:
+        raise TemplateFailed(failed.message, param=field) from None
+    if tail is None:
+        tell_ignored([*ignored, field])
+        return call
+    return replace(call, job=msgspec.structs.replace(call.job, tail=tail))
+
+
+def _check_room(parts: Services, call: CompletionCall, card: ModelCard) -> bool:
+    """Refuses what cannot fit before it is queued, and says what becomes of a max_tokens that may be cut. False: it
+    is not known here how long the prompts are."""
+    rooms = parts.tokenizers.rooms(call.job, card)
+    if rooms is None:
+        return False
+    if call.fit_from is not None and min(rooms) < call.fit_from:
+        announce("x-sluice-max-tokens", str(min(rooms)))
+    return True
 
 
 def _tell_fit(call: CompletionCall, card: ModelCard, builder: CompletionBuilder) -> None:

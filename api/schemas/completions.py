@@ -32,6 +32,7 @@ class CompletionCall:
     """A checked request. `tokens_as_ids`: logprobs write `token_id:N`.
 
     `fit_from`: the max_tokens that the client allowed to be cut to what fits; it must be told what became of it.
+    `thinking_off`: the field that switched thinking off, None if none did.
     """
 
     job: Job
@@ -39,6 +40,7 @@ class CompletionCall:
     stream_options: StreamOptions
     tokens_as_ids: bool
     fit_from: int | None
+    thinking_off: str | None
 
 
 class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
@@ -94,10 +96,10 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
         params = self.sampling_params(card, settings)
         max_tokens, fit = self._max_tokens(card, settings)
         thinking, switch = self.thinking_switch()
+        if thinking is False and self.suffix:
+            raise InvalidRequest("Thinking cannot be switched off together with suffix.", param=switch)
         self.check_output_format()
         self._refuse_what_is_not_built()
-        if thinking is False:
-            raise not_built(switch or "enable_thinking", "Switching thinking off by way")
         job = Job(
             id=jobs.new_id("cmpl"),
             model=card.id,
@@ -116,7 +118,12 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
             params=params,
         )
         return CompletionCall(
-            job, self.stream, options, self.return_tokens_as_token_ids, self.max_tokens if fit else None
+            job,
+            self.stream,
+            options,
+            self.return_tokens_as_token_ids,
+            self.max_tokens if fit else None,
+            switch if thinking is False else None,
         )
 
     def _check_choices(self, prompts: int, settings: Settings) -> None:

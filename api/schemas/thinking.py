@@ -10,16 +10,20 @@ from typing import Any
 from pydantic import Field
 
 from api.schemas.strict import StrictRequest
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, UnsupportedParameter
 
 EFFORT_OFF = frozenset({"none", "off", "minimal", "disabled"})
 EFFORT_ON = frozenset({"low", "medium", "high", "xhigh", "max"})
+#: What of chat_template_kwargs reaches a template. A misspelt switch must not go unnoticed.
+TEMPLATE_KWARGS = ("enable_thinking", "thinking")
 TYPE_ON = frozenset({"enabled", "adaptive", "auto"})
 
 
 class ThinkingFields(StrictRequest):
     """Mixed into the request models of both completion endpoints."""
 
+    #: Known only to be refused: a template is a program, and comes with the model (CVE-2025-61620).
+    chat_template: Any = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
@@ -28,10 +32,18 @@ class ThinkingFields(StrictRequest):
 
     def thinking_switch(self) -> tuple[bool | None, str | None]:
         """(on, off or nothing said; the field that said so). Raises InvalidRequest for unknown values."""
+        if self.chat_template is not None:
+            raise UnsupportedParameter("A request cannot bring a chat template.", param="chat_template")
+        for key, value in self.chat_template_kwargs.items():
+            if key not in TEMPLATE_KWARGS and value is not None:
+                raise UnsupportedParameter(
+                    f"chat_template_kwargs takes {' and '.join(TEMPLATE_KWARGS)}, not {key[:64]!a}.",
+                    param="chat_template_kwargs",
+                )
         said: list[tuple[bool, str]] = []
         if self.enable_thinking is not None:
             said.append((self.enable_thinking, "enable_thinking"))
-        for key in ("enable_thinking", "thinking"):
+        for key in TEMPLATE_KWARGS:
             value = self.chat_template_kwargs.get(key)
             if value is not None:
                 if not isinstance(value, bool):

@@ -74,6 +74,7 @@ class FakeStore:
         self.places: list[tuple[int, float | None] | None] = []
         self.alive = True
         self.calls: list[str] = []
+        self.tokenizers: dict[str, str] = {}
 
     # hub
     def open(self, job_id: str) -> FakeSubscription:
@@ -103,7 +104,10 @@ class FakeStore:
     def cards(self) -> list[ModelCard]:
         return [CARD, SLASHED]
 
-    def card(self, model: str | None) -> ModelCard:
+    def tokenizer(self, sha: str) -> str | None:
+        return self.tokenizers.get(sha)
+
+    def card(self, model: str | None, *, unserved: bool = False) -> ModelCard:
         for card in self.cards():
             if model is None or model == card.id or model in card.aliases:
                 return card

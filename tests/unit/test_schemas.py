@@ -83,9 +83,7 @@ def test_wrong_values_name_their_field(field: str, value: Any) -> None:
 NOT_BUILT = [
     ("suffix", "x"), ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}),
-    ("regex", "a+"), ("grammar", "x"), ("choice", ["a"]), ("enable_thinking", False), ("reasoning_effort", "none"),
-    ("reasoning", {"effort": "off"}), ("thinking", {"type": "disabled"}),
-    ("chat_template_kwargs", {"thinking": False}), ("background", True), ("fanout", True), ("store", False),
+    ("regex", "a+"), ("grammar", "x"), ("choice", ["a"]), ("background", True), ("fanout", True), ("store", False),
     ("priority", -1), ("service_tier", "flex"), ("skip_special_tokens", False), ("dry_multiplier", 0.8),
     ("xtc_probability", 0.1), ("mirostat_tau", 5), ("token_healing", True), ("banned_strings", ["a"]),
 ]  # fmt: skip
@@ -95,6 +93,39 @@ NOT_BUILT = [
 def test_what_is_not_built_is_refused_and_named(field: str, value: Any) -> None:
     error = refused({field: value})
     assert isinstance(error, UnsupportedParameter) and error.param == field
+
+
+THINKING_OFF = [
+    ("enable_thinking", False), ("chat_template_kwargs", {"enable_thinking": False}),
+    ("chat_template_kwargs", {"thinking": False}), ("thinking", {"type": "disabled"}),
+    *[("reasoning_effort", effort) for effort in ("none", "off", "minimal", "disabled")],
+    *[("reasoning", {"effort": effort}) for effort in ("none", "off", "minimal", "disabled")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), THINKING_OFF, ids=ascii)
+def test_every_spelling_of_thinking_off(field: str, value: Any) -> None:
+    """FB-061, FB-063: an explicit off wins over any on, and is not served together with a suffix."""
+    switched = call({"prompt": "x", field: value})
+    assert (switched.thinking_off, switched.job.prompts, switched.job.tail) == (field, ["x"], "")
+    for on in ({"enable_thinking": True}, {"reasoning_effort": "high"}, {"thinking": {"type": "enabled"}}):
+        if field not in on:
+            assert call({"prompt": "x", field: value, **on}).thinking_off == field
+    assert refused({field: value, "suffix": "y"}).param == field
+
+
+@pytest.mark.parametrize("on", [{}, {"enable_thinking": True}, {"reasoning_effort": "low"}, {"thinking": {}}])
+def test_thinking_that_is_not_off(on: dict[str, Any]) -> None:
+    assert call({"prompt": "x", **on}).thinking_off is None
+
+
+def test_a_request_brings_no_template_and_no_misspelt_switch() -> None:
+    """FB-061, FB-069 (CVE-2025-61620)"""
+    evil = "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}"
+    for body in ({"chat_template": evil}, {"chat_template_kwargs": {"chat_template": evil}}, {"chat_template": ""}):
+        assert isinstance(error := refused(body), UnsupportedParameter) and error.param == next(iter(body))
+    assert refused({"chat_template_kwargs": {"enable_thinkng": False}}).param == "chat_template_kwargs"
+    call({"prompt": "x", "chat_template_kwargs": {"enable_thinkng": None}})
 
 
 NULLABLE = [

@@ -134,6 +134,11 @@ class Engine(ABC):
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Raw bytes of the pieces, special tokens shown. Raises InvalidRequest for an id outside the vocabulary."""
 
+    def tokenizer_json(self) -> str | None:
+        """A tokenizer.json that should tokenise exactly as this engine does, if it can make one. The worker proves
+        it before anyone uses it."""
+        return None
+
     def pieces(self, request: EngineRequest, tokens: Sequence[int]) -> list[bytes]:
         """Raw bytes of each token by itself, as `Token.piece` had them when `request` sampled it: what a resume
         replays ids with. Any thread. Raises InvalidRequest for an id outside the vocabulary."""

@@ -45,6 +45,7 @@ from workers.engines.script import (
     other_logprob,
     read_script,
 )
+from workers.engines.scripted_tokenizer import tokenizer_json
 
 CONTEXT = 32_768
 #: Longest sleep of one step, s: how soon a new request or a cancel is looked at.
@@ -62,7 +63,7 @@ CHAT_TEMPLATE = (
     "{{- last.text -}}"
 )
 
-_SPECIAL = re.compile(r"<\|(\d{3})\|>")
+_SPECIAL = re.compile(r"<\|([0-9]{3})\|>")
 
 
 def with_others(token: int, logprob: float, best: int) -> Logprob:
@@ -112,6 +113,7 @@ class ScriptedEngine(Engine):
             lanes=lanes,
             fingerprint="scripted-1",
             end_ids=(END_ID,),
+            eos_id=END_ID,
             chat_template=CHAT_TEMPLATE,
             constraints=False,
         )
@@ -151,6 +153,9 @@ class ScriptedEngine(Engine):
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         _check_ids(tokens, "tokens")
         return _decode(tokens)
+
+    def tokenizer_json(self) -> str | None:
+        return tokenizer_json()
 
     def pieces(self, request: EngineRequest, tokens: Sequence[int]) -> list[bytes]:
         """As `detokenize`, one by one, with the pieces of the request's own script."""

@@ -132,6 +132,9 @@ const llama_vocab * llama_model_get_vocab(const llama_model * model);
 int llama_vocab_type(const llama_vocab * vocab);
 int32_t llama_vocab_n_tokens(const llama_vocab * vocab);
 llama_token llama_vocab_bos(const llama_vocab * vocab);
+llama_token llama_vocab_eos(const llama_vocab * vocab);
+llama_token llama_vocab_pad(const llama_vocab * vocab);
+int llama_vocab_get_attr(const llama_vocab * vocab, llama_token token);
 bool llama_vocab_get_add_bos(const llama_vocab * vocab);
 bool llama_vocab_is_eog(const llama_vocab * vocab, llama_token token);
 int32_t llama_tokenize(const llama_vocab * vocab, const char * text, int32_t text_len, llama_token * tokens,

@@ -100,6 +100,8 @@ class LlamaCppEngine(Engine):
             add_bos=self._model.add_bos,
             bos_id=self._model.bos_id,
             end_ids=self._model.end_ids,
+            eos_id=self._model.eos_id,
+            pad_id=self._model.pad_id,
             chat_template=self._model.chat_template,
         )
 
@@ -108,6 +110,9 @@ class LlamaCppEngine(Engine):
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return self._model.detokenize(tokens)
+
+    def tokenizer_json(self) -> str | None:
+        return self._model.tokenizer_json()
 
     def add(self, request: EngineRequest) -> None:
         self._check(request)

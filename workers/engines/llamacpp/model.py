@@ -7,6 +7,7 @@ on a state of its own. Knows nothing of contexts, lanes or requests.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import numpy as np
 
 from shared.errors import InvalidRequest
 from workers.engines.llamacpp.binding import Library, LoadError
+from workers.engines.llamacpp.tokenizer_json import tokenizer_json
+
+log = logging.getLogger(__name__)
 
 #: Bytes of the file's head, and of each sample of the rest, that tell one file from another.
 _HEAD, _SAMPLE, _SAMPLES = 1 << 20, 1 << 16, 16
@@ -63,6 +67,7 @@ class Model:
         params = self._lib.llama_model_default_params()
         callback = library.progress_callback(report)
         params.progress_callback = callback
+        self._path = path
         self.pointer = self._lib.llama_model_load_from_file(str(path).encode(), params)
         if self.pointer == self._ffi.NULL:
             raise LoadError(f"llama.cpp cannot load {path}: {library.last_errors()}")
@@ -76,6 +81,9 @@ class Model:
         bos = self._lib.llama_vocab_bos(self._vocab)
         self.bos_id: int | None = bos if bos >= 0 else None
         self.add_bos: bool = self.bos_id is not None and self._lib.llama_vocab_get_add_bos(self._vocab)
+        eos, pad = self._lib.llama_vocab_eos(self._vocab), self._lib.llama_vocab_pad(self._vocab)
+        self.eos_id: int | None = eos if eos >= 0 else None
+        self.pad_id: int | None = pad if pad >= 0 else None
         self.end_ids = tuple(
             token for token in range(self.vocab_size) if self._lib.llama_vocab_is_eog(self._vocab, token)
         )
@@ -113,6 +121,15 @@ class Model:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         self.check_ids(tokens, "tokens")
         return b"".join(self.pieces[token] for token in tokens)
+
+    def tokenizer_json(self) -> str | None:
+        """See `Engine.tokenizer_json`."""
+        attributes = [self._lib.llama_vocab_get_attr(self._vocab, token) for token in range(self.vocab_size)]
+        try:
+            return tokenizer_json(self._path, attributes)
+        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for merges that do not fit
+            log.warning("No tokenizer.json could be made of %s: %s", self._path.name, error)
+            return None
 
     def check_ids(self, tokens: Sequence[int], param: str) -> None:
         """Raises InvalidRequest for an id outside the vocabulary: llama.cpp refuses the whole batch over one."""
