@@ -233,7 +233,9 @@ class Sampler:
         if 0 < params.top_k < len(row):
             ids = np.sort(largest(row, params.top_k))
             row = row[ids]
-        weights = np.exp((row - best) * np.float32(1 / params.temperature))
+        weights = row - best
+        weights *= np.float32(1 / params.temperature)
+        np.exp(weights, out=weights)
         if params.top_p < 1:
             ids, weights = _narrowed(ids, weights, _nucleus(weights, params.top_p))
         if params.min_p > 0:

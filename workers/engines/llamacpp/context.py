@@ -68,6 +68,7 @@ class Context:
         self._batch.seq_id = self._sequence_pointers
         self._batch.logits = self._ffi.from_buffer("int8_t[]", self._wanted)
         self._length = 0
+        self._rows = 0  # of logits, of the batch last decoded
 
     def clear_batch(self) -> None:
         self._length = 0

@@ -32,7 +32,7 @@ class ThreadChoice:
         self._strikes = 0
         self._wait = _FIRST_WAIT
         self._until_try = 0
-        self._good = 0
+        self._proven = 0  # good batches since more threads were last taken
         self._means: dict[tuple[int, int], float] = {}
 
     def pick(self, tokens: int) -> int:
@@ -60,20 +60,21 @@ class ThreadChoice:
 
     def _judge_try(self, each: float, now: float) -> None:
         if each < now:
-            self._level, self._strikes, self._good = self._tried, 0, 0
+            self._level, self._strikes, self._proven = self._tried, 0, 0
         else:
+            self._proven = _FIRST_WAIT
             self._wait = min(2 * self._wait, _LAST_WAIT)
             self._until_try = self._wait
 
     def _judge_level(self, each: float, with_fewer: float | None) -> None:
         if with_fewer is None or each < _WORSE * with_fewer:
             self._strikes = 0
-            self._good += 1
-            if self._good >= _FIRST_WAIT:
+            self._proven += 1
+            if self._proven == _FIRST_WAIT:
                 self._wait = _FIRST_WAIT
             return
         self._strikes += 1
         if self._strikes >= _STRIKES:
             self._level += 1
-            self._strikes, self._good = 0, 0
+            self._strikes, self._proven = 0, _FIRST_WAIT
             self._until_try = self._wait
