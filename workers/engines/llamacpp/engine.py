@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 #: A lane that was set aside comes back when this many cells are free for it and for each running lane, beyond
 #: what it needs: else it would be set aside again after a few tokens, and each return costs a prefill.
 RETURN_HEADROOM = 32
+#: Finished sequences are given up beyond this part of the cells, all but the newest. They could stay until somebody
+#: needs the cells, but llama.cpp looks at every cell up to the last one in use: with 7,000 idle cells a lone request
+#: to a 135M model decodes a quarter slower, with 2,000 a few percent.
+KEPT_PART = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +278,13 @@ class LlamaCppEngine(Engine):
         self._cells.trim(lane.hold, lane.seen)
         for dropped in self._finished.keep(done) if keep and self._shares and not lane.spoiled else [done]:
             self._drop(dropped)
+        while len(self._finished) > 1 and self._idle_cells() > KEPT_PART * self._cells.total:
+            self._evict()
         lane.sequence, lane.hold, lane.seen, lane.reused = None, Hold(), 0, 0
+
+    def _idle_cells(self) -> int:
+        """Cells that only finished sequences hold."""
+        return self._cells.used - self._cells.held_by(lane.hold for lane in self._running)
 
     def _evict(self) -> bool:
         """Gives up the finished sequence that was not used for longest, if there is one."""
