@@ -5,6 +5,7 @@ Its tokens are the 256 bytes and a few special ones. It is the same file each ti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ def byte_symbols() -> list[str]:
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
-def write_tiny_model(path: Path, *, fim: bool = True, add_bos: bool = True) -> Path:
-    """Without `fim`, the tokens of fill-in-the-middle have names that nobody knows."""
+def write_tiny_model(
+    path: Path, *, fim: bool = True, add_bos: bool = True, metadata: Mapping[str, int] | None = None
+) -> Path:
+    """Without `fim`, the tokens of fill-in-the-middle have names that nobody knows. `metadata`: more of it."""
     import gguf
 
     writer: Any = gguf.GGUFWriter(path, "llama")
@@ -57,6 +60,8 @@ def write_tiny_model(path: Path, *, fim: bool = True, add_bos: bool = True) -> P
     writer.add_bos_token_id(ID["<|begin|>"])
     writer.add_eos_token_id(ID["<|end|>"])
     writer.add_add_bos_token(add_bos)
+    for key, value in (metadata or {}).items():
+        writer.add_uint32(key, value)
     random = np.random.default_rng(5)
 
     def add(name: str, *shape: int) -> None:

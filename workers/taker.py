@@ -15,10 +15,11 @@ import structlog
 
 from shared import connection, frames, keys
 from shared.cards import ModelCard
-from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, SluiceError
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, SluiceError, UnsupportedParameter
 from shared.jobs import Job, from_rq
 from shared.scripts import Scripts, Taken
 from workers.engines.base import Engine
+from workers.generation import fim
 from workers.lane import Lane, PromptIds, room_for
 
 log = structlog.get_logger(__name__)
@@ -49,22 +50,47 @@ def lane_of(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
         home=taken.home,
         deadline=deadline,
         end_ids=card.end_ids,
+        hidden=card.control_ids if job.skip_special else (),
         pieces=engine.pieces,
     )
 
 
 def _prompt(prompt: str | list[int], job: Job, card: ModelCard, engine: Engine) -> PromptIds:
     """Raises InvalidRequest or ContextLengthExceeded."""
+    if job.suffix:
+        return _gap(prompt, job.suffix, job, card, engine)
     if isinstance(prompt, str):
         ids = engine.tokenize(prompt, add_special=job.add_special, parse_special=job.parse_special)
         if not ids and card.bos_id is not None:
             ids = [card.bos_id]
         return PromptIds(ids, room_for(job, ids, card.context), _added(prompt, ids, job, card, engine), prompt)
-    if any(type(token) is not int or not 0 <= token < card.vocab_size for token in prompt):
-        raise InvalidRequest(f"prompt has token ids outside the vocabulary of {card.vocab_size}.", param="prompt")
+    _check_ids(prompt, card)
     room = room_for(job, prompt, card.context)
     text = engine.detokenize(prompt).decode(errors="replace") if job.echo or job.logprobs is not None else ""
     return PromptIds(prompt, room, 0, text, sent_as_text=False)
+
+
+def _gap(prompt: str | list[int], suffix: str, job: Job, card: ModelCard, engine: Engine) -> PromptIds:
+    """The prompt that asks for what stands before `suffix`. Raises InvalidRequest or ContextLengthExceeded."""
+    if card.fim is None:
+        raise UnsupportedParameter(f"{card.id} cannot fill in the middle.", param="suffix")
+
+    def tokenize(text: str) -> list[int]:
+        return engine.tokenize(text, add_special=False, parse_special=job.parse_special)
+
+    if isinstance(prompt, str):
+        before, text, add_bos = tokenize(prompt), prompt, job.add_special
+    else:
+        _check_ids(prompt, card)
+        before, text, add_bos = prompt, engine.detokenize(prompt).decode(errors="replace"), False
+    after = fim.suffix_ids(suffix, tokenize, engine.detokenize)
+    ids = fim.prompt_ids(card, before, after, add_bos=add_bos)
+    return PromptIds(ids, room_for(job, ids, card.context), 0, text, sent_as_text=isinstance(prompt, str))
+
+
+def _check_ids(prompt: list[int], card: ModelCard) -> None:
+    if any(type(token) is not int or not 0 <= token < card.vocab_size for token in prompt):
+        raise InvalidRequest(f"prompt has token ids outside the vocabulary of {card.vocab_size}.", param="prompt")
 
 
 def _added(prompt: str, ids: list[int], job: Job, card: ModelCard, engine: Engine) -> int:

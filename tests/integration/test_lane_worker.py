@@ -369,3 +369,15 @@ def test_no_worker_in_time_is_told_so(store: Store, node: Node) -> None:
     stream = node.submit(script("a")).read(timeout=15)
     assert stream.error is not None and stream.error["code"] == "no_worker"
     store.client.delete(keys.starter("scripted"))
+
+
+def test_special_tokens_have_no_text_unless_asked_for(start_worker: Start, node: Node) -> None:
+    """Pieces of a script are text whatever they look like; ids 256 to 511 are special."""
+    start_worker()
+    prompt = script(prefer_ids=[300])
+    hidden, shown = (
+        node.submit(prompt, max_tokens=2).read(),
+        node.submit(prompt, max_tokens=2, skip_special=False).read(),
+    )
+    assert (hidden.text, hidden.tokens, shown.text) == ("", [300, 300], "<|300|>" * 2)
+    assert node.submit(script("<|300|>", "<think>"), max_tokens=2).read().text == "<|300|><think>"

@@ -157,6 +157,9 @@ def test_the_card(engine: LlamaCppEngine) -> None:
     assert card.end_ids and all(0 <= token < card.vocab_size for token in card.end_ids)
     assert card.fingerprint.startswith("fp_") and card.created > 0
     assert "message" in (card.chat_template or "message")
+    for token in card.control_ids:
+        assert engine.tokenize(engine.detokenize([token]).decode(), add_special=False) == [token]
+    assert card.refuses("dry_multiplier") and card.refuses("banned_strings") and not card.refuses("temperature")
 
 
 def test_text_goes_through_tokens_and_back(engine: LlamaCppEngine) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from shared.cards import ModelCard
+from shared.cards import ENGINE_EXTRAS, ModelCard
 from shared.errors import ContextLengthExceeded, EngineOverloaded, InternalError, InvalidRequest, SluiceError
 from workers.engines import base
 from workers.engines.base import Engine, EngineDied, EngineRequest, EngineStats, Event, Failed, Progress, Started
@@ -129,6 +129,9 @@ class LlamaCppEngine(Engine):
             add_bos=self._model.add_bos,
             bos_id=self._model.bos_id,
             end_ids=self._model.end_ids,
+            control_ids=self._model.control_ids,
+            fim=self._model.fim,
+            unsupported=ENGINE_EXTRAS,
             chat_template=self._model.chat_template,
         )
 
