@@ -77,34 +77,35 @@ class NaiveCells:
         return list(range(self.made - count, self.made))
 
 
-@given(st.data())
-def test_cells_count_shared_ones_once_in_any_order(data: st.DataObject) -> None:
+#: (what is done, to which of the holds, with how many cells)
+STEPS = st.tuples(st.sampled_from(("new", "grow", "share", "trim", "release")), st.integers(0, 99), st.integers(0, 60))
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_cells_count_shared_ones_once_in_any_order(steps: list[tuple[str, int, int]]) -> None:
     cells, naive = Cells(200), NaiveCells(200)
     holds: dict[int, Hold] = {}
-    for number in range(data.draw(st.integers(1, 60))):
-        kind = data.draw(st.sampled_from(("new", "grow", "share", "trim", "release") if holds else ("new",)))
-        if kind == "new":
+    for number, (kind, which, count) in enumerate(steps):
+        if kind == "new" or not holds:
             holds[number], naive.holds[number] = Hold(), []
-        else:
-            key = data.draw(st.sampled_from(sorted(holds)))
+            continue
+        key = sorted(holds)[which % len(holds)]
+        part = min(count, holds[key].count)
         if kind == "grow":
-            count = data.draw(st.integers(0, 40))
             fits = naive.used + count <= naive.total
             assert cells.grow(holds[key], count) == fits
             naive.holds[key] += naive.new_cells(count) if fits else []
         elif kind == "share":
-            count = data.draw(st.integers(0, holds[key].count))
-            holds[number], naive.holds[number] = cells.share(holds[key], count), naive.holds[key][:count]
+            holds[number], naive.holds[number] = cells.share(holds[key], part), naive.holds[key][:part]
         elif kind == "trim":
-            count = data.draw(st.integers(0, holds[key].count))
-            cells.trim(holds[key], count)
-            del naive.holds[key][count:]
-        elif kind == "release":
+            cells.trim(holds[key], part)
+            del naive.holds[key][part:]
+        else:
             cells.release(holds.pop(key))
             del naive.holds[key]
         assert (cells.used, cells.free) == (naive.used, naive.total - naive.used)
         assert {key: hold.count for key, hold in holds.items()} == {k: len(c) for k, c in naive.holds.items()}
-        some = data.draw(st.lists(st.sampled_from(sorted(holds)), unique=True)) if holds else []
+        some = sorted(holds)[which % (len(holds) + 1) :]
         assert cells.held_by(holds[key] for key in some) == len({c for key in some for c in naive.holds[key]})
     for hold in holds.values():
         cells.release(hold)
