@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def summary(rounds: Sequence[Round]) -> dict[str, object]:
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians and ranges per number of streams, and the ratio of 8 to 1 of each round's pair."""
     lines = []
     for streams in STREAMS:

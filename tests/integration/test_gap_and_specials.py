@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,12 +65,14 @@ def test_the_card_tells_what_the_file_says(client: FlaskClient, node: Node) -> N
     assert tiny.refuses("mirostat_tau") and not tiny.refuses("top_k")
 
 
-@pytest.mark.parametrize(("keys", "middle"), [(("fim_pre", "fim_suf", "fim_mid"), MID), (("prefix", "suffix"), None)])
-def test_files_may_name_the_tokens_of_a_gap(keys: tuple[str, ...], middle: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix")])
+def test_files_may_name_the_tokens_of_a_gap(keys: tuple[str, ...], tmp_path: Path) -> None:
     ids = dict(zip((f"tokenizer.ggml.{key}_token_id" for key in keys), (PRE, SUF, MID), strict=False))
     path = write_tiny_model(tmp_path / "m.gguf", fim=False, metadata=ids)
     engine = LlamaCppEngine(LlamaCppOptions(path, "m", tmp_path, lanes=1, context_cells=256))
-    assert engine.load(lambda part, word: None).fim == Fim(PRE, SUF, middle, "psm" if middle else "spm")
+    assert engine.load(lambda part, word: None).fim == (
+        Fim(PRE, SUF, MID) if len(keys) == 3 else Fim(PRE, SUF, mode="spm")
+    )
     engine.close()
 
 

@@ -215,7 +215,7 @@ def test_usable_cores_keep_to_the_quota(tmp_path: Path) -> None:
 def test_an_old_cpu_and_missing_libraries_are_told_plainly(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu sse2 fma f16c\n")
-    with pytest.raises(binding.LoadError, match="avx2.*SLUICE_LIBLLAMA"):
+    with pytest.raises(binding.LoadError, match=r"avx2.*SLUICE_LIBLLAMA"):
         binding._check_cpu(cpuinfo)
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma f16c\n")
     binding._check_cpu(cpuinfo)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import cffi  # type: ignore[import-untyped]
+import cffi
 
 log = logging.getLogger(__name__)
 

@@ -100,7 +100,7 @@ def _convert(model: Path, target: Path, report: Report) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.replace(partial, target)
+        partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
     log.info("Converted %s in %.1f s.", model.name, time.monotonic() - began)
