@@ -4,14 +4,20 @@
 set -u
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 
-# The first that works; one that can make environments by itself before one that cannot.
+# SLUICE_PYTHON or nothing; else the first that works, one that can make environments by itself before one that cannot.
+candidates=(python3.14 python3.13 python3.12 python3.11 python3 python)
+[ -z "${SLUICE_PYTHON:-}" ] || candidates=("$SLUICE_PYTHON")
 for needs in "import ensurepip, venv" ""; do
-    for python in "${SLUICE_PYTHON:-}" python3.14 python3.13 python3.12 python3.11 python3 python; do
-        if [ -n "$python" ] && "$python" -c "import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 14); $needs" 2>/dev/null; then
+    for python in "${candidates[@]}"; do
+        if "$python" -c "import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 14); $needs" 2>/dev/null; then
             exec "$python" "$here/bootstrap.py" "$@"
         fi
     done
 done
+if [ -n "${SLUICE_PYTHON:-}" ]; then
+    echo "SLUICE_PYTHON=$SLUICE_PYTHON is no Python 3.11 to 3.14 that runs." >&2
+    exit 1
+fi
 
 sudo=""
 [ "$(id -u)" = 0 ] || sudo="sudo "

@@ -91,8 +91,6 @@ def complete_command(
     asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     body: dict[str, Any] = {"prompt": prompt, **{k: v for k, v in asked.items() if v is not None}}
     client = Client(url or base_url(settings()), api_key)
-    if "model" not in body and (listed := client.models()):
-        body["model"] = listed[0]
     answers = client.stream("/v1/completions", body) if stream else iter([client.post("/v1/completions", body)])
     for answer in answers:
         if as_json:

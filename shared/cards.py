@@ -37,7 +37,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     wider). `add_bos`: the tokenizer puts `bos_id` before a string. `end_ids`: ids that end a text. `control_ids`: ids
     that steer the model and are not shown in texts. `fim`: None if it cannot fill in the middle.
     `fingerprint`: changes with the weights, the engine or anything else that changes the numbers.
-    `unsupported`: extension fields that this engine refuses; a name that ends in `*` stands for all that begin so.
+    `constraints`: the engine obeys token masks. `unsupported`: extension fields that this engine refuses; a name that
+    ends in `*` stands for all that begin so.
     """
 
     id: str
@@ -54,7 +55,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     control_ids: tuple[int, ...] = ()
     fim: Fim | None = None
     chat_template: str | None = None
-    constraints: bool = True
+    constraints: bool = False
     unsupported: tuple[str, ...] = ()
 
     def refuses(self, field: str) -> bool:

@@ -279,7 +279,7 @@ def test_our_account_of_shared_cells_is_llama_cpps(small: LlamaCppEngine, monkey
         for name in names:
             cut = chance.randrange(20, 150)
             prompt = ([11] * 40 + [12] * 60 + [13] * 60)[:cut] + [chance.randrange(100, 200)] * chance.randrange(1, 9)
-            small.add(EngineRequest(name, prompt, chance.randrange(1, 50), 1, ENDLESS))
+            small.add(EngineRequest(name, prompt, chance.randrange(20, 120), 1, ENDLESS))
         while (stats := small.stats()).running + stats.waiting:
             heard.take(small.step())
             full += small._cells.free <= 1

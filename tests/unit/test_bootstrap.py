@@ -191,10 +191,10 @@ def few_programs(tmp_path: Path) -> Path:
     return folder
 
 
-def run_script(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [path / "bash", ROOT / "scripts" / "bootstrap.sh", *arguments],
-        env={"PATH": str(path)},
+        env={"PATH": str(path), **env},
         capture_output=True,
         text=True,
         timeout=30,
@@ -223,6 +223,13 @@ def test_a_python_that_does_not_run_is_passed_over(few_programs: Path) -> None:
     ended = run_script(few_programs, "no-such-command")
     assert ended.returncode == 2
     assert "no such command" in ended.stderr
+
+
+def test_a_python_that_was_named_is_taken_or_nothing(few_programs: Path) -> None:
+    (few_programs / "python3").symlink_to(sys.executable)
+    ended = run_script(few_programs, "no-such-command", SLUICE_PYTHON="/no/such/python")
+    assert ended.returncode == 1
+    assert "SLUICE_PYTHON=/no/such/python" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["up", "quickstart", "test", "bench", "smoke"])
