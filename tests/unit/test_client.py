@@ -49,7 +49,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") == "Bearer wrong":
             self._answer(401, {"error": {"message": "No.", "type": "x", "param": None, "code": "invalid_api_key"}})
         elif not body.get("stream"):
-            self._answer(200, {"model": body.get("model", "tiny"), "choices": [{"index": 0, "text": body["prompt"].upper()}]})
+            self._answer(
+                200, {"model": body.get("model", "tiny"), "choices": [{"index": 0, "text": body["prompt"].upper()}]}
+            )
         else:
             self._stream(body["prompt"])
 
