@@ -64,6 +64,8 @@ class Tokenizers:
         """How many tokens a choice of each prompt may sample; None where that cannot be known here.
 
         Raises InvalidRequest or ContextLengthExceeded as the worker would, which checks again in any case."""
+        if job.suffix:  # the order of the parts, and so their ids, is the worker's business
+            return None
         tokenizer = self.of(card)
         if tokenizer is not None:
             return aside(sum(map(len, job.prompts)), lambda: _rooms(job, card, tokenizer))

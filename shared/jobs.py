@@ -32,8 +32,9 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """A checked request. Choices are prompt-major: index = prompt * n + j.
 
     `max_tokens` None = all remaining context; 0 = generate nothing, only score the prompts. `seed` is drawn at submission if the request had none.
-    `add_special` / `parse_special`: how string prompts are tokenised. `tail`: what of it a prompt lacks is
-    appended to it (`shared/no_thinking.py`); the prompts themselves stay as sent. `created`: s, the API's clock.
+    `suffix`: the text after the gap that each prompt is to fill. `add_special` / `parse_special`: how string prompts
+    are tokenised. `skip_special`: control tokens are not shown. `tail`: what of it a prompt lacks is appended to it
+    (`shared/no_thinking.py`); the prompts themselves stay as sent. `created`: s, the API's clock.
     """
 
     id: str
@@ -49,9 +50,11 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: list[str] = []
     echo: bool = False
     logprobs: int | None = None
+    suffix: str | None = None
     add_special: bool = True
     parse_special: bool = True
     tail: str = ""
+    skip_special: bool = True
     params: SamplingParams = SamplingParams()
 
     @property

@@ -75,6 +75,11 @@ class Settings(BaseSettings):
     prefill_chunk: int = Field(
         128, ge=16, description="llamacpp: prompt tokens in one step while other requests decode."
     )
+    prefix_cache: int = Field(
+        16,
+        ge=0,
+        description="llamacpp: finished sequences kept in free memory for requests that begin alike; 0 = no reuse.",
+    )
     libllama: Path | None = Field(
         None, description="llamacpp: another llama.cpp library than the one of the xllamacpp wheel."
     )

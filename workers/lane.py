@@ -39,8 +39,8 @@ class PromptIds:
 
 
 class Lane:
-    """`name` is the log's last frame, written by the take; `deadline` is on the monotonic clock, s; `pieces` are the
-    engine's bytes of ids."""
+    """`name` is the log's last frame, written by the take; `deadline` is on the monotonic clock, s; `hidden` ids have
+    no text; `pieces` are the engine's bytes of ids."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Lane:
         home: str = "",
         deadline: float = math.inf,
         end_ids: Collection[int] = (),
+        hidden: Collection[int] = (),
         pieces: Callable[[EngineRequest, Sequence[int]], list[bytes]] = lambda request, ids: [b""] * len(ids),
     ) -> None:
         self.job = job
@@ -89,6 +90,7 @@ class Lane:
         self._open = set(range(job.choices))
         self._requests = [self._request(index) for index in range(job.choices)]
         self._scores: dict[int, PromptScores] = {}
+        self._hidden = frozenset(hidden)
         self._pieces = pieces
         first = self._requests[0]
         self._dictionary = Dictionary(lambda ids: pieces(first, ids))
@@ -183,7 +185,7 @@ class Lane:
 
     def _on_token(self, index: int, event: Token) -> bool:
         self._first_token = self._first_token or time.monotonic()
-        released = self._choices[index].feed(event.token, event.piece)
+        released = self._choices[index].feed(event.token, b"" if event.token in self._hidden else event.piece)
         self._say(index, released, event)
         return released.finish is not None
 

@@ -16,12 +16,13 @@ import structlog
 
 from shared import connection, frames, keys
 from shared.cards import ModelCard
-from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, LogLost, SluiceError
+from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, LogLost, SluiceError, UnsupportedParameter
 from shared.frames import Take
 from shared.jobs import Job, from_rq
 from shared.prompts import prompt_ids, room_for
 from shared.scripts import Scripts, Taken
 from workers.engines.base import Engine
+from workers.generation import fim
 from workers.lane import Lane, PromptIds
 
 log = structlog.get_logger(__name__)
@@ -62,16 +63,17 @@ def _lane(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
         home=taken.home,
         deadline=deadline,
         end_ids=card.end_ids,
+        hidden=card.control_ids if job.skip_special else (),
         pieces=engine.pieces,
     )
 
 
 def _prompt(prompt: str | list[int], job: Job, card: ModelCard, engine: Engine) -> PromptIds:
     """Raises InvalidRequest or ContextLengthExceeded."""
-    if not isinstance(prompt, str) and any(
-        type(token) is not int or not 0 <= token < card.vocab_size for token in prompt
-    ):
-        raise InvalidRequest(f"prompt has token ids outside the vocabulary of {card.vocab_size}.", param="prompt")
+    if job.suffix:
+        return _gap(prompt, job.suffix, job, card, engine)
+    if not isinstance(prompt, str):
+        _check_ids(prompt, card)
 
     def decode(tokens: Sequence[int]) -> str:
         return engine.detokenize(tokens).decode(errors="replace")
@@ -82,6 +84,29 @@ def _prompt(prompt: str | list[int], job: Job, card: ModelCard, engine: Engine) 
         return PromptIds(ids.all, room, ids.added, prompt, hidden=ids.hidden)
     text = decode(prompt) if job.echo or job.logprobs is not None else ""
     return PromptIds(ids.all, room, 0, text, sent_as_text=False, hidden=ids.hidden)
+
+
+def _gap(prompt: str | list[int], suffix: str, job: Job, card: ModelCard, engine: Engine) -> PromptIds:
+    """The prompt that asks for what stands before `suffix`. Raises InvalidRequest or ContextLengthExceeded."""
+    if card.fim is None:
+        raise UnsupportedParameter(f"{card.id} cannot fill in the middle.", param="suffix")
+
+    def tokenize(text: str) -> list[int]:
+        return engine.tokenize(text, add_special=False, parse_special=job.parse_special)
+
+    if isinstance(prompt, str):
+        before, text, add_bos = tokenize(prompt), prompt, job.add_special
+    else:
+        _check_ids(prompt, card)
+        before, text, add_bos = prompt, engine.detokenize(prompt).decode(errors="replace"), False
+    after = fim.suffix_ids(suffix, tokenize, engine.detokenize)
+    ids = fim.prompt_ids(card, before, after, add_bos=add_bos)
+    return PromptIds(ids, room_for(job, len(ids), card.context), 0, text, sent_as_text=isinstance(prompt, str))
+
+
+def _check_ids(prompt: list[int], card: ModelCard) -> None:
+    if any(type(token) is not int or not 0 <= token < card.vocab_size for token in prompt):
+        raise InvalidRequest(f"prompt has token ids outside the vocabulary of {card.vocab_size}.", param="prompt")
 
 
 class Taker(threading.Thread):

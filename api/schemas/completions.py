@@ -18,7 +18,7 @@ from api.schemas.stream_options import StreamOptions, read_stream_options
 from api.schemas.strict import not_built
 from api.schemas.thinking import ThinkingFields
 from shared import jobs
-from shared.cards import ModelCard
+from shared.cards import ENGINE_EXTRAS, ModelCard
 from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from shared.jobs import MAX_N, Job
 from shared.settings import Settings
@@ -46,15 +46,7 @@ class CompletionCall:
 class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
     """The fields of a raw completion. Use `read` to make one."""
 
-    engine_extras: ClassVar[tuple[str, ...]] = (
-        "dry_",
-        "xtc_",
-        "mirostat",
-        "temperature_last",
-        "smoothing_factor",
-        "banned_strings",
-        "token_healing",
-    )
+    engine_extras: ClassVar[tuple[str, ...]] = tuple(name.rstrip("*") for name in ENGINE_EXTRAS)
 
     model: str | None = None
     prompt: Any = None
@@ -78,20 +70,15 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
     fanout: bool = False
     store: bool = True
 
-    @classmethod
-    def read(cls, body: dict[str, Any]) -> CompletionRequest:
-        for name, value in body.items():
-            if value is not None and name.startswith(cls.engine_extras):
-                raise UnsupportedParameter(f"No engine of this server supports {name[:64]!a}.", param=name[:64])
-        return super().read(body)
-
     def to_call(self, card: ModelCard, settings: Settings, *, created: int) -> CompletionCall:
         """Raises InvalidRequest, UnsupportedParameter or ContextLengthExceeded, each naming the field."""
         options = read_stream_options(self.stream_options, self.stream)
-        prompts = read_prompts(self.prompt, card, settings.max_prompts)
+        prompts = read_prompts(self.prompt, card, settings.max_prompts, empty=bool(self.suffix))
         self._check_choices(len(prompts), settings)
         if self.suffix and self.echo:
             raise InvalidRequest("echo cannot be combined with suffix.", param="echo")
+        if self.suffix and card.fim is None:
+            raise UnsupportedParameter(f"{card.id} has no tokens to fill in the middle with.", param="suffix")
         stops = self.stop_strings(settings)
         params = self.sampling_params(card, settings)
         max_tokens, fit = self._max_tokens(card, settings)
@@ -113,8 +100,10 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
             fit_max_tokens=fit,
             stop=stops,
             echo=self.echo,
+            suffix=self.suffix or None,
             add_special=self.add_special_tokens,
             parse_special=self.parse_special,
+            skip_special=self.skip_special_tokens,
             params=params,
         )
         return CompletionCall(
@@ -163,10 +152,7 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
         return min(self.max_tokens, most), fit
 
     def _refuse_what_is_not_built(self) -> None:
-        if self.suffix:
-            raise not_built("suffix")
         for field, plain in (
-            ("skip_special_tokens", (True,)),
             ("service_tier", ("auto", "default")),
             ("priority", (0,)),
             ("background", (False,)),

@@ -11,8 +11,8 @@ from shared.cards import ModelCard
 from shared.errors import InvalidRequest
 
 
-def read_prompts(value: Any, card: ModelCard, most: int) -> list[str | list[int]]:
-    """One element a prompt; null and "" are "", meaning "from BOS".
+def read_prompts(value: Any, card: ModelCard, most: int, *, empty: bool = False) -> list[str | list[int]]:
+    """One element a prompt; null and "" are "", meaning "from BOS". `empty`: "" needs no BOS.
 
     Raises InvalidRequest for other shapes, empty arrays, ids outside the vocabulary, more than `most` prompts, and
     for an empty prompt where the model has no BOS to begin with.
@@ -31,7 +31,7 @@ def read_prompts(value: Any, card: ModelCard, most: int) -> list[str | list[int]
         prompts = [_token_ids(value, card)]
     if len(prompts) > most:
         raise _wrong(f"prompt takes at most {most} prompts, not {len(prompts)}.")
-    if card.bos_id is None and "" in prompts:
+    if card.bos_id is None and "" in prompts and not empty:
         raise _wrong(f"prompt is empty, and {card.id} has no begin-of-text token to start from.")
     return prompts
 

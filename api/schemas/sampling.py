@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from api.schemas.strict import StrictRequest
+from api.schemas.strict import StrictRequest, not_built
 from shared.cards import ModelCard
 from shared.errors import InvalidRequest, UnsupportedParameter
 from shared.jobs import new_seed
@@ -115,7 +115,10 @@ class SamplingFields(StrictRequest):
         return biases
 
     def _check_engine(self, card: ModelCard) -> None:
-        for name in card.unsupported:
-            field = type(self).model_fields.get(name)
-            if field is not None and getattr(self, name) != field.default:
+        for name, field in type(self).model_fields.items():
+            if card.refuses(name) and getattr(self, name) != field.default:
                 raise UnsupportedParameter(f"The engine of {card.id} does not support {name}.", param=name)
+        for name in self._extras:
+            if card.refuses(name):
+                raise UnsupportedParameter(f"The engine of {card.id} does not support {name[:64]!a}.", param=name[:64])
+            raise not_built(name[:64])

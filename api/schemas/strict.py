@@ -31,13 +31,19 @@ class StrictRequest(BaseModel):
     #: Beginnings of further names that are known to some engine, but are fields of no model.
     engine_extras: ClassVar[tuple[str, ...]] = ()
 
+    #: Names in the body that begin so and are no fields.
+    _extras: tuple[str, ...] = ()
+
     @classmethod
     def read(cls, body: dict[str, Any]) -> Self:
         """The checked fields of a parsed body. Raises InvalidRequest naming the first field that is wrong."""
         try:
-            return cls.model_validate({name: value for name, value in body.items() if value is not None})
+            request = cls.model_validate({name: value for name, value in body.items() if value is not None})
         except ValidationError as error:
             _refuse(error)
+        extras = [name for name in body if body[name] is not None and name.startswith(cls.engine_extras)]
+        request._extras = tuple(name for name in extras if name not in cls.model_fields)
+        return request
 
     @classmethod
     def unknown(cls, body: dict[str, Any]) -> list[str]:

@@ -152,7 +152,9 @@ class EngineContract:
         assert card.context > 0
         assert card.lanes > 0
         assert card.end_ids
-        assert all(0 <= token < card.vocab_size for token in card.end_ids)
+        assert all(0 <= token < card.vocab_size for token in (*card.end_ids, *card.control_ids))
+        if (special := engine_under_test.special) is not None:
+            assert engine_under_test.engine.tokenize(special, add_special=False)[0] in card.control_ids
 
     @pytest.mark.parametrize(
         "text",
@@ -427,6 +429,17 @@ class EngineContract:
         whole = ids(engine_under_test.run(engine_under_test.request("a", text=text, max_new=16, params=params))["a"])
         request = engine_under_test.request("b", text=text, max_new=16, params=params, generated=whole[:3])
         assert len(tokens(engine_under_test.run(request)["b"])) == 3
+
+    # Beginning like others
+
+    def test_a_prompt_may_be_reused_but_for_its_last_token(self, engine_under_test: EngineUnderTest) -> None:
+        for _ in range(2):
+            request = engine_under_test.request("r", text=engine_under_test.prompt * 2, max_new=2)
+            first = engine_under_test.run(request)["r"][0]
+            assert isinstance(first, Started) and 0 <= first.cached < len(request.prompt)
+            scored = engine_under_test.request("s", text=engine_under_test.prompt * 2, max_new=2, prompt_logprobs=0)
+            first = engine_under_test.run(scored)["s"][0]
+            assert first == Started("s", 0), "each of its tokens is to be scored"
 
     # Cancelling
 

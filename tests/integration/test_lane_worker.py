@@ -421,3 +421,15 @@ def test_a_request_that_waits_for_lanes_keeps_its_turn(store: Store, start_worke
         stream.read()
     taken = [stream.names[0].a for stream in (wide, *late)]
     assert taken == sorted(taken)
+
+
+def test_special_tokens_have_no_text_unless_asked_for(start_worker: Start, node: Node) -> None:
+    """Pieces of a script are text whatever they look like; ids 256 to 511 are special."""
+    start_worker()
+    prompt = script(prefer_ids=[300])
+    hidden, shown = (
+        node.submit(prompt, max_tokens=2).read(),
+        node.submit(prompt, max_tokens=2, skip_special=False).read(),
+    )
+    assert (hidden.text, hidden.tokens, shown.text) == ("", [300, 300], "<|300|>" * 2)
+    assert node.submit(script("<|300|>", "<think>"), max_tokens=2).read().text == "<|300|><think>"

@@ -15,11 +15,12 @@ from shared.sampling import SamplingParams
 from workers.engines.base import EngineRequest
 from workers.engines.llamacpp import binding
 from workers.engines.llamacpp.carried import find_carried_model
-from workers.engines.llamacpp.cells import Cells
+from workers.engines.llamacpp.cells import Cells, Hold
 from workers.engines.llamacpp.convert import fastest_form
 from workers.engines.llamacpp.lane import Lane
 from workers.engines.llamacpp.model import identity
 from workers.engines.llamacpp.options import usable_cores
+from workers.engines.llamacpp.prefixes import WORTH, FinishedSequences, Kept, common
 from workers.engines.llamacpp.schedule import shares
 from workers.engines.llamacpp.threads import ThreadChoice
 
@@ -48,11 +49,95 @@ def test_shares_prefer_what_is_soon_done() -> None:
 
 def test_cells() -> None:
     cells = Cells(10)
-    assert cells.take(7) and not cells.take(4) and (cells.used, cells.free) == (7, 3)
-    cells.give_back(7)
-    assert cells.take(10) and cells.free == 0
-    with pytest.raises(AssertionError):
-        cells.give_back(11)
+    first, second = Hold(), Hold()
+    assert cells.grow(first, 7) and not cells.grow(second, 4) and (cells.used, cells.free) == (7, 3)
+    assert (first.count, second.count) == (7, 0)
+    shared = cells.share(first, 5)
+    assert (shared.count, cells.used) == (5, 7), "shared cells are there once"
+    assert cells.grow(shared, 3) and cells.free == 0
+    cells.release(first)
+    assert cells.used == 8
+    with pytest.raises(ValueError):
+        cells.share(shared, 9)
+
+
+class NaiveCells:
+    """Every cell by itself, with the sequences that hold it: what `Cells` says in other words."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.made = total, 0
+        self.holds: dict[int, list[int]] = {}
+
+    @property
+    def used(self) -> int:
+        return len({cell for cells in self.holds.values() for cell in cells})
+
+    def new_cells(self, count: int) -> list[int]:
+        self.made += count
+        return list(range(self.made - count, self.made))
+
+
+#: (what is done, to which of the holds, with how many cells)
+STEPS = st.tuples(st.sampled_from(("new", "grow", "share", "trim", "release")), st.integers(0, 99), st.integers(0, 60))
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_cells_count_shared_ones_once_in_any_order(steps: list[tuple[str, int, int]]) -> None:
+    cells, naive = Cells(200), NaiveCells(200)
+    holds: dict[int, Hold] = {}
+    for number, (kind, which, count) in enumerate(steps):
+        if kind == "new" or not holds:
+            holds[number], naive.holds[number] = Hold(), []
+            continue
+        key = sorted(holds)[which % len(holds)]
+        part = min(count, holds[key].count)
+        if kind == "grow":
+            fits = naive.used + count <= naive.total
+            assert cells.grow(holds[key], count) == fits
+            naive.holds[key] += naive.new_cells(count) if fits else []
+        elif kind == "share":
+            holds[number], naive.holds[number] = cells.share(holds[key], part), naive.holds[key][:part]
+        elif kind == "trim":
+            cells.trim(holds[key], part)
+            del naive.holds[key][part:]
+        else:
+            cells.release(holds.pop(key))
+            del naive.holds[key]
+        assert (cells.used, cells.free) == (naive.used, naive.total - naive.used)
+        assert {key: hold.count for key, hold in holds.items()} == {k: len(c) for k, c in naive.holds.items()}
+        some = sorted(holds)[which % (len(holds) + 1) :]
+        assert cells.held_by(holds[key] for key in some) == len({c for key in some for c in naive.holds[key]})
+    for hold in holds.values():
+        cells.release(hold)
+    assert cells.used == 0
+
+
+@given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40), st.integers(-1, 50))
+def test_what_two_sequences_have_in_common(a: list[int], b: list[int], most: int) -> None:
+    length = 0
+    while length < min(len(a), len(b), most) and a[length] == b[length]:
+        length += 1
+    assert common(a, b, most) == length
+
+
+def test_finished_sequences_go_least_recently_used_first() -> None:
+    finished = FinishedSequences(2)
+
+    def kept(first: int, length: int) -> Kept:
+        return Kept([first, *range(length - 1)], first, Hold())
+
+    short, a, b, c = kept(9, WORTH - 1), kept(1, 40), kept(2, 40), kept(3, 40)
+    assert finished.keep(short) == [short]
+    assert finished.keep(a) == [] and finished.keep(b) == []
+    assert finished.longest([1, *range(20), 77], 99) == (21, a) and finished.longest(a.tokens, 30) == (30, a)
+    assert finished.longest([5, 6], 99) == (0, None)
+    finished.used(a)
+    assert finished.keep(c) == [b], "a was of use since"
+    beginning, longer = kept(1, 30), kept(1, 50)
+    assert finished.keep(beginning) == [beginning], "it is in a"
+    assert finished.keep(longer) == [a], "a is in it"
+    assert [finished.evict(), finished.evict(), finished.evict()] == [c, longer, None]
+    assert FinishedSequences(0).keep(a) == [a]
 
 
 @given(st.integers(2, 300), st.integers(0, 5), st.lists(st.integers(1, 90), min_size=1, max_size=40))

@@ -12,7 +12,7 @@ from api.schemas.completions import CompletionCall, CompletionRequest
 from api.schemas.stream_options import StreamOptions
 from api.strict_json import parse
 from shared import jobs
-from shared.cards import ModelCard
+from shared.cards import Fim, ModelCard
 from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from shared.settings import Settings
 
@@ -84,7 +84,7 @@ NOT_BUILT = [
     ("suffix", "x"), ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}),
     ("regex", "a+"), ("grammar", "x"), ("choice", ["a"]), ("background", True), ("fanout", True), ("store", False),
-    ("priority", -1), ("service_tier", "flex"), ("skip_special_tokens", False), ("dry_multiplier", 0.8),
+    ("priority", -1), ("service_tier", "flex"), ("dry_multiplier", 0.8),
     ("xtc_probability", 0.1), ("mirostat_tau", 5), ("token_healing", True), ("banned_strings", ["a"]),
 ]  # fmt: skip
 
@@ -300,9 +300,30 @@ def test_unknown_fields_are_found() -> None:
 
 
 def test_what_the_engine_refuses() -> None:
-    card = ModelCard(id="m", engine="x", context=9, vocab_size=9, lanes=1, fingerprint="f", unsupported=("typical_p",))
+    unsupported = ("typical_p", "dry_*")
+    card = ModelCard(id="m", engine="x", context=9, vocab_size=9, lanes=1, fingerprint="f", unsupported=unsupported)
     assert job(card, typical_p=1).params.typical_p == 1.0
     assert isinstance(refused({"typical_p": 0.5}, card), UnsupportedParameter)
+    error = refused({"dry_base": 1.5}, card)
+    assert isinstance(error, UnsupportedParameter) and error.param == "dry_base" and "engine of m" in error.message
+    assert "this server" in refused({"xtc_threshold": 0.1}, card).message, "not the engine's fault"
+    assert job(card, dry_base=None, xtc_threshold=None).prompts == ["x"]
+
+
+def test_filling_in_the_middle() -> None:
+    card = ModelCard(
+        id="m", engine="x", context=99, vocab_size=9, lanes=1, fingerprint="f", fim=Fim(prefix=1, suffix=2, middle=3)
+    )
+    assert job(card, suffix="s").suffix == "s" and job(card, prompt=[1], suffix="s").prompts == [[1]]
+    assert job(card, prompt="", suffix="s").prompts == [""], "there is something to begin with"
+    assert refused({"prompt": ""}, card).param == "prompt"
+    assert job(suffix="").suffix is None and job(suffix=None).suffix is None
+    assert refused({"suffix": "s", "echo": True}, card).param == "echo"
+    assert isinstance(error := refused({"suffix": "s"}), UnsupportedParameter) and error.param == "suffix"
+
+
+def test_special_tokens_are_hidden_unless_asked_for() -> None:
+    assert job().skip_special is True and job(skip_special_tokens=False).skip_special is False
 
 
 VALUES = st.recursive(

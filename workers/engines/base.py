@@ -53,7 +53,7 @@ class EngineRequest:
 @dataclass(frozen=True, slots=True)
 class Started:
     """The request has a lane; comes before its other events and before its prefill. `cached`: prompt tokens
-    whose state is reused."""
+    whose state is reused; at least the last one never is, and none whose logprobs are asked for."""
 
     id: str
     cached: int = 0

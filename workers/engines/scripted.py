@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shared.cards import ModelCard
+from shared.cards import ENGINE_EXTRAS, ModelCard
 from shared.errors import ContextLengthExceeded, InternalError, InvalidRequest, SluiceError
 from workers.engines.base import (
     Engine,
@@ -114,6 +114,8 @@ class ScriptedEngine(Engine):
             fingerprint="scripted-1",
             end_ids=(END_ID,),
             eos_id=END_ID,
+            control_ids=tuple(range(FIRST_SPECIAL, FIRST_PIECE)),
+            unsupported=ENGINE_EXTRAS,
             chat_template=CHAT_TEMPLATE,
             constraints=False,
         )

@@ -125,7 +125,10 @@ void llama_free(llama_context * ctx);
 
 bool llama_model_has_encoder(const llama_model * model);
 bool llama_model_has_decoder(const llama_model * model);
+bool llama_model_is_recurrent(const llama_model * model);
+bool llama_model_is_hybrid(const llama_model * model);
 int32_t llama_model_n_ctx_train(const llama_model * model);
+int32_t llama_model_meta_val_str(const llama_model * model, const char * key, char * buf, size_t buf_size);
 const char * llama_model_chat_template(const llama_model * model, const char * name);
 const llama_vocab * llama_model_get_vocab(const llama_model * model);
 
@@ -136,6 +139,8 @@ llama_token llama_vocab_eos(const llama_vocab * vocab);
 llama_token llama_vocab_pad(const llama_vocab * vocab);
 int llama_vocab_get_attr(const llama_vocab * vocab, llama_token token);
 bool llama_vocab_get_add_bos(const llama_vocab * vocab);
+const char * llama_vocab_get_text(const llama_vocab * vocab, llama_token token);
+bool llama_vocab_is_control(const llama_vocab * vocab, llama_token token);
 bool llama_vocab_is_eog(const llama_vocab * vocab, llama_token token);
 int32_t llama_tokenize(const llama_vocab * vocab, const char * text, int32_t text_len, llama_token * tokens,
                        int32_t n_tokens_max, bool add_special, bool parse_special);
@@ -147,6 +152,8 @@ uint32_t llama_n_batch(const llama_context * ctx);
 llama_memory_t llama_get_memory(const llama_context * ctx);
 void llama_memory_clear(llama_memory_t mem, bool data);
 bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0,
+                         llama_pos p1);
 void llama_set_n_threads(llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
 int32_t llama_decode(llama_context * ctx, llama_batch batch);
 float * llama_get_logits(llama_context * ctx);

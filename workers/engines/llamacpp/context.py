@@ -23,17 +23,20 @@ MOST_LANES = 256
 
 
 class Context:
-    """KV memory of at least `cells` tokens, for sequences 0..lanes-1 with one token memory (`kv_unified`): split
-    memory would give each lane cells / lanes and refuse longer prompts. Raises LoadError."""
+    """KV memory of at least `cells` tokens, for sequences 0..lanes+spare-1 with one token memory (`kv_unified`):
+    split memory would give each lane cells / lanes and refuse longer prompts, and could not share cells. At most
+    `lanes` sequences are in a batch; the others only keep what they have. Raises LoadError."""
 
-    def __init__(self, library: Library, model: Model, *, cells: int, lanes: int, batch_tokens: int) -> None:
-        if lanes > MOST_LANES:
+    def __init__(
+        self, library: Library, model: Model, *, cells: int, lanes: int, batch_tokens: int, spare: int = 0
+    ) -> None:
+        if lanes + spare > MOST_LANES:
             raise LoadError(f"llama.cpp runs at most {MOST_LANES} sequences: set SLUICE_LANES to that or less.")
         self._lib, self._ffi, self._model = library.lib, library.ffi, model
         params = self._lib.llama_context_default_params()
         params.n_ctx = cells
         params.n_batch = params.n_ubatch = max(batch_tokens, lanes)
-        params.n_seq_max = lanes
+        params.n_seq_max = lanes + spare
         params.n_outputs_max = lanes + SCORED_ROWS
         params.n_outputs_max_per_seq = 0  # as many as the batch's
         params.kv_unified = True
@@ -115,9 +118,13 @@ class Context:
         memory = self._ffi.buffer(self._lib.llama_get_logits(self._pointer), self._rows * width * 4)
         return np.frombuffer(memory, np.float32).reshape(self._rows, width)
 
-    def forget(self, sequence: int) -> None:
-        """Frees the cells of `sequence`."""
-        self._lib.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+    def forget(self, sequence: int, first: int = 0) -> None:
+        """Takes `sequence` off its cells from position `first` on; what no other sequence shares is free then."""
+        self._lib.llama_memory_seq_rm(self._memory, sequence, first, -1)
+
+    def share(self, source: int, target: int, count: int) -> None:
+        """Puts the empty sequence `target` onto the first `count` cells of `source`; nothing is copied."""
+        self._lib.llama_memory_seq_cp(self._memory, source, target, 0, count)
 
     def warm_up(self, path: Path) -> None:
         """Decodes one token and forgets it: what is broken shows here and not at the first request."""

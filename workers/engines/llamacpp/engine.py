@@ -9,24 +9,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.cards import ModelCard
+from shared.cards import ENGINE_EXTRAS, ModelCard
 from shared.errors import ContextLengthExceeded, EngineOverloaded, InternalError, InvalidRequest, SluiceError
 from workers.engines import base
 from workers.engines.base import Engine, EngineDied, EngineRequest, EngineStats, Event, Failed, Progress, Started
 from workers.engines.llamacpp.binding import Library, LoadError
-from workers.engines.llamacpp.cells import Cells
-from workers.engines.llamacpp.context import SCORED_ROWS, Context
+from workers.engines.llamacpp.cells import Cells, Hold
+from workers.engines.llamacpp.context import MOST_LANES, SCORED_ROWS, Context
 from workers.engines.llamacpp.convert import fastest_form
 from workers.engines.llamacpp.lane import Lane
 from workers.engines.llamacpp.model import Model, find_gguf, identity
 from workers.engines.llamacpp.options import LlamaCppOptions, usable_cores
+from workers.engines.llamacpp.prefixes import WORTH, FinishedSequences, Kept, common
 from workers.engines.llamacpp.schedule import shares
 from workers.engines.llamacpp.threads import ThreadChoice
 from workers.generation.sampling import raw_logprob
@@ -36,6 +37,10 @@ log = logging.getLogger(__name__)
 #: A lane that was set aside comes back when this many cells are free for it and for each running lane, beyond
 #: what it needs: else it would be set aside again after a few tokens, and each return costs a prefill.
 RETURN_HEADROOM = 32
+#: Finished sequences are given up beyond this part of the cells, all but the newest. They could stay until somebody
+#: needs the cells, but llama.cpp looks at every cell up to the last one in use: 2,000 idle ones make a prefill of 500
+#: tokens a fifth slower with a 135M model (less with larger ones), 7,000 make a lone request decode a quarter slower.
+KEPT_PART = 0.125
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +52,41 @@ class _Part:
     rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """What the memory holds of a lane's first tokens: `count` of them, the first cells of `hold`, which is `sequence`'s
+    (`kept`: a finished one). `coming`: more than that is being computed by a lane in prefill; it is worth waiting."""
+
+    count: int = 0
+    sequence: int = 0
+    hold: Hold = field(default_factory=Hold)
+    kept: Kept | None = None
+    coming: int = 0
+
+
+def _arrival(lane: Lane) -> int:
+    return lane.arrival
+
+
 class LlamaCppEngine(Engine):
     """Runs a GGUF model with llama.cpp on the CPU.
 
     Requests are admitted in the order they came, as soon as a lane and the cells of their prompt are free. When
     cells run out, the youngest lane is set aside: its cells are freed, its tokens kept, and it goes on later by
     another prefill. So the oldest always goes on, up to the whole pool.
+
+    What a prompt has in common with a running or a finished sequence is not computed again: the new sequence shares
+    those cells. One that begins like a prompt in prefill waits for it, and others may pass. Finished sequences stay
+    in memory that nobody needs, and are given up before anything else has to give way.
     """
 
     def __init__(self, options: LlamaCppOptions) -> None:
         self._options = options
-        self._waiting: deque[Lane] = deque()  # oldest first
-        self._running: list[Lane] = []  # oldest first; all older than those who wait
-        self._free_sequences = list(range(options.lanes))
+        self._waiting: list[Lane] = []  # oldest first
+        self._running: list[Lane] = []  # oldest first
+        self._spare = max(0, min(options.prefix_cache, MOST_LANES - options.lanes))
+        self._free_sequences = list(range(options.lanes + self._spare))
+        self._finished = FinishedSequences(self._spare)
         self._cells = Cells(options.context_cells)
         self._threads = ThreadChoice(usable_cores())
         self._arrivals = 0
@@ -79,7 +106,9 @@ class LlamaCppEngine(Engine):
             cells=options.context_cells,
             lanes=options.lanes,
             batch_tokens=options.batch_tokens,
+            spare=self._spare,
         )
+        self._shares = self._model.shares_prefixes and options.prefix_cache > 0
         self._context.warm_up(path)
         self._end_ids = frozenset(self._model.end_ids)
         limits = (self._model.context, options.context_length or self._model.context, options.context_cells)
@@ -102,6 +131,9 @@ class LlamaCppEngine(Engine):
             end_ids=self._model.end_ids,
             eos_id=self._model.eos_id,
             pad_id=self._model.pad_id,
+            control_ids=self._model.control_ids,
+            fim=self._model.fim,
+            unsupported=ENGINE_EXTRAS,
             chat_template=self._model.chat_template,
         )
 
@@ -123,11 +155,22 @@ class LlamaCppEngine(Engine):
     def cancel(self, request_id: str) -> None:
         for lane in self._running:
             if lane.id == request_id:
-                self._release(lane)
+                self._release(lane, keep=True)
                 return
-        self._waiting = deque(lane for lane in self._waiting if lane.id != request_id)
+        self._waiting = [lane for lane in self._waiting if lane.id != request_id]
 
     def step(self) -> list[Event]:
+        try:
+            return self._step()
+        except Exception:
+            # Whose memory holds what is not known any more, so nobody may begin with it.
+            for lane in self._running:
+                lane.spoiled = True
+            while self._evict():
+                pass
+            raise
+
+    def _step(self) -> list[Event]:
         events: list[Event] = []
         self._admit(events)
         parts = self._compute(events)
@@ -140,7 +183,9 @@ class LlamaCppEngine(Engine):
         return events
 
     def stats(self) -> EngineStats:
-        return EngineStats(len(self._running), len(self._waiting), self._cells.used, self._cells.total)
+        running = list(self._running)
+        used = self._cells.held_by(lane.hold for lane in running)
+        return EngineStats(len(running), len(self._waiting), used, self._cells.total)
 
     def close(self) -> None:
         self._context.close()
@@ -165,52 +210,111 @@ class LlamaCppEngine(Engine):
             )
 
     def _admit(self, events: list[Event]) -> None:
-        """Gives lanes to those who wait, in the order they came; who does not fit holds up those behind."""
-        while self._waiting:
-            lane = self._waiting[0]
+        """Gives lanes to those who wait, in the order they came. Who does not fit holds up those behind; who waits for
+        another one's prefill does not, but has a lane and cells left for it."""
+        lanes, cells = self._options.lanes, 0
+        for lane in list(self._waiting):
             done = lane.finish()
-            if done is None and not self._place(lane):
-                return
-            self._waiting.popleft()
+            if done is None:
+                if len(self._running) >= lanes:
+                    return
+                beginning = self._beginning(lane)
+                if beginning.coming:
+                    lanes -= 1
+                    cells += lane.cells_to_start - beginning.coming
+                    continue
+                if not self._place(lane, beginning, cells):
+                    return
+            self._waiting.remove(lane)
             if not lane.started:
                 lane.started = True
-                events.append(Started(lane.id))
+                events.append(Started(lane.id, min(lane.reused, len(lane.request.prompt))))
                 if lane.scored is not None:
                     events.append(base.PromptLogprobs(lane.id, 0, [None]))
             if done is not None:
                 events.append(done)
             else:
-                self._running.append(lane)
+                insort(self._running, lane, key=_arrival)
 
-    def _place(self, lane: Lane) -> bool:
-        """Gives `lane` a sequence and its first cells, if both are there."""
+    def _beginning(self, lane: Lane) -> _Beginning:
+        """Where the longest beginning of `lane` is in memory, or will be soon."""
+        most = lane.reusable
+        if not self._shares or most < WORTH:
+            return _Beginning()
+        count, kept = self._finished.longest(lane.tokens, most)
+        found = _Beginning(count, kept.sequence, kept.hold, kept) if kept else _Beginning()
+        coming = 0
+        for other in self._running:
+            if other.spoiled or other.sequence is None:
+                continue
+            alike = common(lane.tokens, other.tokens, most)
+            if (seen := min(alike, other.seen)) > found.count:
+                found = _Beginning(seen, other.sequence, other.hold)
+            if other.owed > 1:
+                coming = max(coming, alike)
+        if coming >= WORTH and coming > found.count:
+            return _Beginning(coming=coming)
+        return found if found.count >= WORTH else _Beginning()
+
+    def _place(self, lane: Lane, beginning: _Beginning, left: int) -> bool:
+        """Gives `lane` a sequence and its first cells, if both are there and `left` cells stay free."""
         headroom = RETURN_HEADROOM * (len(self._running) + 1) if lane.started and self._running else 0
-        if not self._free_sequences or self._cells.free < lane.cells_to_start + headroom:
+        hold = self._cells.share(beginning.hold, beginning.count)
+        new = lane.cells_to_start - beginning.count
+        needed = self._cells.held_by([*(other.hold for other in self._running), hold]) + new + headroom + left
+        if needed > self._cells.total:
+            self._cells.release(hold)
             return False
-        lane.cells = lane.cells_to_start
-        self._cells.take(lane.cells)
         lane.sequence = min(self._free_sequences)
         self._free_sequences.remove(lane.sequence)
+        if beginning.count:
+            self._context.share(beginning.sequence, lane.sequence, beginning.count)
+        if beginning.kept is not None:
+            self._finished.used(beginning.kept)
+        while self._cells.free < new + headroom + left and self._evict():
+            pass
+        self._cells.grow(hold, new)
+        lane.hold = hold
+        lane.seen = lane.reused = beginning.count
         return True
 
-    def _release(self, lane: Lane) -> None:
-        """Takes `lane`'s sequence and cells back; its tokens stay."""
+    def _release(self, lane: Lane, *, keep: bool) -> None:
+        """Takes `lane`'s sequence and cells back; its tokens stay. `keep`: what is in memory may be of use."""
         assert lane.sequence is not None
-        self._context.forget(lane.sequence)
-        self._free_sequences.append(lane.sequence)
-        self._cells.give_back(lane.cells)
         self._running.remove(lane)
-        lane.sequence, lane.cells, lane.seen = None, 0, 0
+        done = Kept(lane.tokens[: lane.seen], lane.sequence, lane.hold)
+        self._cells.trim(lane.hold, lane.seen)
+        for dropped in self._finished.keep(done) if keep and self._shares and not lane.spoiled else [done]:
+            self._drop(dropped)
+        while len(self._finished) > 1 and self._idle_cells() > KEPT_PART * self._cells.total:
+            self._evict()
+        lane.sequence, lane.hold, lane.seen, lane.reused = None, Hold(), 0, 0
+
+    def _idle_cells(self) -> int:
+        """Cells that only finished sequences hold."""
+        return self._cells.used - self._cells.held_by(lane.hold for lane in self._running)
+
+    def _evict(self) -> bool:
+        """Gives up the finished sequence that was not used for longest, if there is one."""
+        kept = self._finished.evict()
+        if kept is not None:
+            self._drop(kept)
+        return kept is not None
+
+    def _drop(self, kept: Kept) -> None:
+        self._context.forget(kept.sequence)
+        self._free_sequences.append(kept.sequence)
+        self._cells.release(kept.hold)
 
     def _set_youngest_aside(self) -> Lane:
         lane = self._running[-1]
-        self._release(lane)
-        self._waiting.appendleft(lane)
+        self._release(lane, keep=False)
+        insort(self._waiting, lane, key=_arrival)
         log.debug("Out of cells: set the youngest of %d lanes aside.", len(self._running) + 1)
         return lane
 
     def _fail(self, lane: Lane, error: SluiceError, events: list[Event]) -> None:
-        self._release(lane)
+        self._release(lane, keep=False)
         events.append(Failed(lane.id, error))
 
     def _compute(self, events: list[Event]) -> list[_Part]:
@@ -221,6 +325,8 @@ class LlamaCppEngine(Engine):
             code = self._decode()
             if code == 0:
                 return parts
+            if code == 1 and self._evict():
+                continue
             if code == 1 and len(self._running) > 1:
                 self._set_youngest_aside()
             elif code == 1:
@@ -244,10 +350,8 @@ class LlamaCppEngine(Engine):
     def _grow(self) -> None:
         """Sees that every lane has the cells of its tokens, the oldest first, at the cost of the youngest."""
         for lane in list(self._running):
-            while lane.sequence is not None and lane.cells < len(lane.tokens):
-                if self._cells.take(1):
-                    lane.cells += 1
-                else:
+            while lane.sequence is not None and lane.hold.count < len(lane.tokens):
+                if not self._cells.grow(lane.hold, 1) and not self._evict():
                     self._set_youngest_aside()
 
     def _fill(self) -> list[_Part]:
@@ -274,7 +378,7 @@ class LlamaCppEngine(Engine):
 
     def _refused(self, parts: list[_Part], events: list[Event]) -> None:
         """llama.cpp refused the batch: whoever is new in it must be why; the others went through before."""
-        newest = [part.lane for part in parts if part.lane.seen == 0]
+        newest = [part.lane for part in parts if part.lane.seen == part.lane.reused]
         suspects = newest or [part.lane for part in parts if part.lane.owed > 1]
         if not suspects:
             raise EngineDied(f"llama.cpp refuses a batch of running requests: {self._library.last_errors()}")
@@ -297,7 +401,7 @@ class LlamaCppEngine(Engine):
                 return
             done = lane.finish()
         if done is not None:
-            self._release(lane)
+            self._release(lane, keep=True)
             events.append(done)
 
     def _sample(self, lane: Lane, logits: npt.NDArray[np.float32], events: list[Event]) -> None:

@@ -6,6 +6,7 @@ Pure bookkeeping; knows nothing of llama.cpp.
 from __future__ import annotations
 
 from workers.engines.base import EngineRequest, Finished
+from workers.engines.llamacpp.cells import Hold
 from workers.generation.sampling import Sampler
 
 
@@ -13,7 +14,8 @@ class Lane:
     """A request from `add` to its last event, with or without a lane of the model at the moment.
 
     `arrival`: older requests have lower numbers. `tokens`: prompt and generated ids. `seen`: how many of them are
-    in the model's memory, in sequence `sequence` (None: waiting). `cells`: KV cells it holds, `seen` at least.
+    in the model's memory, in sequence `sequence` (None: waiting); the first `reused` of those were there before.
+    `hold`: its KV cells, `seen` at least. `spoiled`: its memory may not hold what `tokens` says.
     `scored`: prompt tokens whose logprobs are reported (the first has none, so that counts as done); None if none
     are asked for.
     """
@@ -24,7 +26,9 @@ class Lane:
         self.tokens: list[int] = [*request.prompt, *request.generated]
         self.seen = 0
         self.sequence: int | None = None
-        self.cells = 0
+        self.reused = 0
+        self.spoiled = False
+        self.hold = Hold()
         self.started = False
         self.scored = None if request.prompt_logprobs is None else 1
         self.sampler = Sampler(
@@ -55,6 +59,14 @@ class Lane:
     def unscored(self) -> int:
         """Prompt tokens whose logprobs are still to be reported."""
         return 0 if self.scored is None else len(self.request.prompt) - self.scored
+
+    @property
+    def reusable(self) -> int:
+        """How many of its first tokens need no row of logits, now that it is to begin: at least one is left to decode,
+        and no prompt token whose logprobs are to be reported."""
+        if self.scored is not None and self.unscored:
+            return self.scored - 1
+        return len(self.tokens) - 1
 
     @property
     def cells_to_start(self) -> int:

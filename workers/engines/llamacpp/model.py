@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from shared.cards import Fim
 from shared.errors import InvalidRequest
 from workers.engines.llamacpp.binding import Library, LoadError
 from workers.engines.llamacpp.tokenizer_json import tokenizer_json
+from workers.generation import fim
 
 log = logging.getLogger(__name__)
 
 #: Bytes of the file's head, and of each sample of the rest, that tell one file from another.
 _HEAD, _SAMPLE, _SAMPLES = 1 << 20, 1 << 16, 16
+#: Where files say which tokens fill in the middle (prefix, suffix, middle): now, and in older files.
+_FIM_KEYS = (
+    ("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id"),
+    ("prefix_token_id", "suffix_token_id", "middle_token_id"),
+)
 
 
 def find_gguf(path: Path) -> Path:
@@ -87,10 +95,18 @@ class Model:
         self.end_ids = tuple(
             token for token in range(self.vocab_size) if self._lib.llama_vocab_is_eog(self._vocab, token)
         )
+        self.control_ids = tuple(
+            token for token in range(self.vocab_size) if self._lib.llama_vocab_is_control(self._vocab, token)
+        )
+        self.fim = self._fim()
         template = self._lib.llama_model_chat_template(self.pointer, self._ffi.NULL)
         self.chat_template: str | None = None
         if template != self._ffi.NULL:
             self.chat_template = self._ffi.string(template).decode("utf-8", "replace")
+        #: Its memory can be cut off and shared at any token; the state of a recurrent model is one for all tokens.
+        self.shares_prefixes = not (
+            self._lib.llama_model_is_recurrent(self.pointer) or self._lib.llama_model_is_hybrid(self.pointer)
+        )
         #: Raw bytes of every token, special ones as they are written.
         self.pieces = self._pieces()
 
@@ -136,6 +152,27 @@ class Model:
         for token in tokens:
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequest(f"Token id {token} is outside the vocabulary of {self.vocab_size}.", param=param)
+
+    def _fim(self) -> Fim | None:
+        """By the vocabulary's well-known names, which also tell the order of the parts; else by what the file says."""
+        texts = (self._lib.llama_vocab_get_text(self._vocab, token) for token in range(self.vocab_size))
+        names = {self._ffi.string(text).decode("utf-8", "replace"): token for token, text in enumerate(texts)}
+        if (known := fim.known_tokens(names)) is not None:
+            return known
+        for keys in _FIM_KEYS:
+            prefix, suffix, middle = (self._metadata_id(f"tokenizer.ggml.{key}") for key in keys)
+            if prefix is not None and suffix is not None:
+                return Fim(prefix, suffix, middle, "psm" if middle is not None else "spm")
+        return None
+
+    def _metadata_id(self, key: str) -> int | None:
+        """A token id among the file's metadata."""
+        room = 16
+        buffer = self._ffi.new("char[]", room)
+        if self._lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, room) < 0:
+            return None
+        value = self._ffi.string(buffer).decode("ascii", "replace")
+        return int(value) if re.fullmatch("[0-9]+", value) and int(value) < self.vocab_size else None
 
     def close(self) -> None:
         self._lib.llama_model_free(self.pointer)

@@ -22,7 +22,8 @@ class LlamaCppOptions:
     `threads`: None = at most the cores this process may use, fewer while others want them. `context_cells`: tokens of all lanes together.
     `context_length`: longest prompt + completion; None = the model's. `batch_tokens`: tokens decoded in one step,
     at most; of them `prefill_chunk` prompt tokens while other lanes decode. `libllama`: another library than the
-    wheel's. `cache_dir`: where converted models are kept.
+    wheel's. `cache_dir`: where converted models are kept. `prefix_cache`: finished sequences kept in memory for
+    requests that begin like them; 0 = none, and running ones are not shared either.
     """
 
     model: Path
@@ -36,6 +37,7 @@ class LlamaCppOptions:
     batch_tokens: int = 512
     prefill_chunk: int = 128
     libllama: Path | None = None
+    prefix_cache: int = 16
 
     @classmethod
     def from_settings(
@@ -53,6 +55,7 @@ class LlamaCppOptions:
             batch_tokens=settings.batch_tokens,
             prefill_chunk=settings.prefill_chunk,
             libllama=settings.libllama,
+            prefix_cache=settings.prefix_cache,
         )
 
 
