@@ -77,14 +77,14 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
         self._check_choices(len(prompts), settings)
         if self.suffix and self.echo:
             raise InvalidRequest("echo cannot be combined with suffix.", param="echo")
-        if self.suffix and card.fim is None:
-            raise UnsupportedParameter(f"{card.id} has no tokens to fill in the middle with.", param="suffix")
         stops = self.stop_strings(settings)
         params = self.sampling_params(card, settings)
         max_tokens, fit = self._max_tokens(card, settings)
         thinking, switch = self.thinking_switch()
         if thinking is False and self.suffix:
             raise InvalidRequest("Thinking cannot be switched off together with suffix.", param=switch)
+        if self.suffix and card.fim is None:
+            raise UnsupportedParameter(f"{card.id} has no tokens to fill in the middle with.", param="suffix")
         self.check_output_format()
         self._refuse_what_is_not_built()
         job = Job(

@@ -123,7 +123,7 @@ def test_hidden_tokens_count_and_have_no_logprobs() -> None:
     lane.on_event(0, Started(request.id))
     lane.on_event(0, PromptLogprobs(request.id, 0, [None, *[(-1.0, [(t, -1.0)]) for t in request.prompt[1:4]]]))
     lane.on_event(0, PromptLogprobs(request.id, 4, [(-1.0, [(t, -1.0)]) for t in request.prompt[4:]]))
-    start, *prompts = lane.outbox
+    start, *prompts = [frame for frames in lane.outbox for frame in frames]
     assert isinstance(start, Start) and start.prompt_tokens == 7 and start.echo is None
     assert [token for frame in prompts if isinstance(frame, Prompt) for token in frame.t] == [104, 105]
 
