@@ -214,7 +214,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         (SCRIPTED, "llamacpp"),
         options=("--alias", f"small={REAL}"),
         lanes=1,
-        context_length=64,
+        context_length=512,
         sse_heartbeat_s=1,
     ) as stack:
         yield stack
