@@ -51,13 +51,20 @@ def _from_werkzeug(error: HTTPException) -> Response:
     if isinstance(error, WerkzeugMethodNotAllowed):
         allow = sorted({*(error.valid_methods or ()), "OPTIONS"})
         if request.method == "OPTIONS":
-            return Response(status=204, headers={"Allow": ", ".join(allow)}, content_type=None)
+            return _nothing(allow)
         return error_response(MethodNotAllowed(f"{request.method} is not allowed here.", allow))
     if error.code == 404:
         return error_response(NotFound("There is nothing at this path."))
     if error.code is not None and 400 <= error.code < 500:
         return error_response(InvalidRequest("The request is malformed.", code="bad_request"))
     return _unexpected(error)
+
+
+def _nothing(allow: list[str]) -> Response:
+    """The answer to OPTIONS. Without a body there is no type; werkzeug would call it HTML."""
+    response = Response(status=204, headers={"Allow": ", ".join(allow)})
+    del response.headers["Content-Type"]
+    return response
 
 
 def _unexpected(error: Exception) -> Response:

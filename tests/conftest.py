@@ -20,6 +20,7 @@ from shared import connection, keys
 from shared.frames import Delta, End, Error, Finish, Frame, Name, Start, Take
 from shared.jobs import Job, new_id
 from shared.settings import Settings
+from tests.stack import REAL, SCRIPTED, Stack
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -196,3 +197,30 @@ def node(store: Store) -> Iterator[Node]:
     yield node
     node.hub.stop()
     node.gateway.leave()
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The whole product with both engines and its default settings. Shared: leave nothing running."""
+    with Stack(tmp_path_factory.mktemp("stack"), (SCRIPTED, "llamacpp")) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Another one with one lane an engine, a short context of the real model, comments each second, and an alias."""
+    with Stack(
+        tmp_path_factory.mktemp("narrow"),
+        (SCRIPTED, "llamacpp"),
+        options=("--alias", f"small={REAL}"),
+        lanes=1,
+        context_length=512,
+        sse_heartbeat_s=1,
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(params=[SCRIPTED, REAL])
+def model(request: pytest.FixtureRequest) -> str:
+    """Each engine in turn, by the id it serves."""
+    return request.param
