@@ -10,7 +10,7 @@ from api.gateway import Gateway
 from api.lifecycle import Lifecycle
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
-from api.routes import completions, health, models, status
+from api.routes import completions, health, models, reference, status
 from api.services import EXTENSION, Services
 from shared import connection
 from shared.settings import Settings
@@ -38,7 +38,7 @@ def create_app(
     app.url_map.merge_slashes = False
     app.url_map.redirect_defaults = False
     app.extensions[EXTENSION] = Services(settings, gateway, hub, watcher, lifecycle)
-    for blueprint in (completions.blueprint, models.blueprint, health.blueprint, status.blueprint):
+    for blueprint in (completions.blueprint, models.blueprint, health.blueprint, reference.blueprint, status.blueprint):
         app.register_blueprint(blueprint)
     errors.install(app)
     edge.install(app, settings)
