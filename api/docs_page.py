@@ -78,7 +78,8 @@ def _operation(path: str, method: str, item: dict[str, Any], components: dict[st
     for status, answer in item["responses"].items():
         answer = components["responses"][_target(answer["$ref"])] if "$ref" in answer else answer
         bodies = [
-            Markup("<code>{}</code> ").format(media) + _kind(content["schema"])
+            Markup("<code>{}</code> ").format(media)
+            + (Markup("events") if media == "text/event-stream" else _kind(content["schema"]))
             for media, content in answer["content"].items()
         ]
         words = [answer["description"]]

@@ -64,11 +64,32 @@ HEADER_WORDS = {
 _ON_ALL = ("x-request-id", "openai-processing-ms")
 _ON_COMPLETIONS = ("x-sluice-id", "x-sluice-ignored", "x-sluice-max-tokens")
 
-_STREAM_WORDS = (
-    "With `stream`: server-sent events. `data` of each is a CompletionChunk, `id` is `attempt-number`; the last one is "
-    "`[DONE]`. A stream that fails has an ErrorAnswer before it and no `finish_reason`. Lines that begin with a colon "
-    "are comments and keep the connection alive."
-)
+#: One event of a stream.
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "description": "With `stream`: server-sent events. `data` is a CompletionChunk; that of the last event is `[DONE]`. A "
+    "stream that fails has an ErrorAnswer before it and no `finish_reason`. `id` is `attempt-number`. Lines that begin "
+    "with a colon are comments and keep the connection alive.",
+    "required": ["data"],
+    "properties": {
+        "id": {"type": "string"},
+        "data": {
+            "type": "string",
+            "anyOf": [
+                {"const": "[DONE]"},
+                {
+                    "contentMediaType": "application/json",
+                    "contentSchema": {
+                        "anyOf": [
+                            {"$ref": "#/components/schemas/CompletionChunk"},
+                            {"$ref": "#/components/schemas/ErrorAnswer"},
+                        ]
+                    },
+                },
+            ],
+        },
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +228,7 @@ def document(settings: Settings) -> dict[str, Any]:
 def _operation(operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": _schema_of(operation)}}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string", "description": _STREAM_WORDS}}
+        content["text/event-stream"] = {"schema": _EVENT}
     answered = {"description": operation.summary + ".", "headers": _headers(operation.headers), "content": content}
     failed = sorted({*ALWAYS, *operation.errors})
     made: dict[str, Any] = {
