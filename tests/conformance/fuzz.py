@@ -61,6 +61,7 @@ class Fuzz:
         self.document = self.session.get(f"{url}/openapi.json", timeout=30).json()
         self.schema = schemathesis.openapi.from_dict(self.document)
         self.schema.config.update(base_url=url)
+        self.schema.config.max_stream_events = 100_000  # by default it reads but the first ones
         self.chunk = self._validator("CompletionChunk")
         self.error = self._validator("ErrorAnswer")
         self.body = self._validator("CompletionRequest")

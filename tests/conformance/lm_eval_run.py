@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", choices=("remote", "huggingface"), default="remote")
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # more only wait for each other beside a server
     folder = str(options.folder.resolve())
     local = {"tokenizer": folder} if options.tokenizer == "huggingface" else {}
     served = evaluate(
