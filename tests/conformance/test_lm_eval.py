@@ -24,10 +24,12 @@ from workers.engines.llamacpp.model import identity
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-#: Per token of a continuation, natural logarithm. Of 32-bit weights: the rest is the cache in 16 bits.
+#: Largest difference with 32-bit weights, natural logarithm, per token; the rest is the cache in 16 bits.
+#: What was measured stands in docs/conformance.md.
 AS_FLOATS = 0.02
-#: Of 8-bit weights, the mean over all continuations, and the worst one. Measured: see docs/conformance.md.
-AS_SERVED_MEAN, AS_SERVED_WORST = 0.05, 0.6
+#: With 8-bit weights: per token of long continuations, and how far the error of all may be from the one that rounding
+#: activations makes in transformers itself.
+AS_SERVED_LONG, AS_SERVED_RATIO = 0.08, 2.0
 
 
 class Converted(NamedTuple):
@@ -58,7 +60,7 @@ def floats(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> It
         yield stack
 
 
-def run(stack: Stack, model: str, folder: Path) -> dict[str, Any]:
+def run(stack: Stack, model: str, folder: Path, *more: str) -> dict[str, Any]:
     """The report of one run. The tokenizer is the server's where it serves one."""
     remote = stack.call("GET", "/tokenizer_info").status == 200
     command = [
@@ -66,6 +68,7 @@ def run(stack: Stack, model: str, folder: Path) -> dict[str, Any]:
         str(environments.HERE / "lm_eval_run.py"),
         *(f"http://127.0.0.1:{stack.port}", model, str(folder)),
         *("--tokenizer", "remote" if remote else "huggingface"),
+        *more,
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -78,7 +81,7 @@ def run(stack: Stack, model: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def as_served(stack: Stack, converted: Converted) -> dict[str, Any]:
-    return run(stack, REAL, converted.folder)
+    return run(stack, REAL, converted.folder, "--rounded")
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +95,12 @@ def test_loglikelihoods_of_float_weights_are_those_of_transformers(as_floats: di
     assert all(row["same_greedy"] for row in as_floats["rows"])
 
 
-def test_loglikelihoods_of_the_served_file_are_near_them(as_served: dict[str, Any]) -> None:
-    per_token = [row["per_token"] for row in as_served["rows"]]
-    assert sum(per_token) / len(per_token) <= AS_SERVED_MEAN
-    assert max(per_token) <= AS_SERVED_WORST
+def test_the_served_file_differs_by_the_rounding_of_activations_and_no_more(as_served: dict[str, Any]) -> None:
+    rows = as_served["rows"]
+    assert max(row["per_token"] for row in rows if row["tokens"] >= 10) <= AS_SERVED_LONG
+    served = sum(row["per_token"] for row in rows)
+    rounded = sum(row["rounded_per_token"] for row in rows)
+    assert rounded / AS_SERVED_RATIO <= served <= rounded * AS_SERVED_RATIO
 
 
 @pytest.mark.parametrize("file", ["as_served", "as_floats"])
