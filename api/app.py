@@ -10,7 +10,7 @@ from api.gateway import Gateway
 from api.lifecycle import Lifecycle
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
-from api.routes import completions, health, models, status, tokens
+from api.routes import completions, health, models, reference, status, tokens
 from api.services import EXTENSION, Services
 from api.templating import Renderer
 from api.thinking import Tails
@@ -51,8 +51,8 @@ def create_app(
         renderer=renderer,
         tails=Tails(renderer.render_all),
     )
-    for blueprint in (completions.blueprint, models.blueprint, tokens.blueprint, health.blueprint, status.blueprint):
-        app.register_blueprint(blueprint)
+    for module in (completions, models, tokens, health, status, reference):
+        app.register_blueprint(module.blueprint)
     errors.install(app)
     edge.install(app, settings)
     app.wsgi_app = Edge(app.wsgi_app, lifecycle)  # type: ignore[method-assign]

@@ -25,6 +25,12 @@ from tests.stack import REAL, SCRIPTED, Stack
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="Write the transcripts of tests/contract/golden anew."
+    )
+
+
 def wait_for(what: Callable[[], Any], timeout: float = 10.0, every: float = 0.02) -> Any:
     """Polls until `what()` is true and returns it. Fails after `timeout` seconds."""
     end = time.monotonic() + timeout

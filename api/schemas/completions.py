@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from api.schemas.output_format import OutputFormatFields
-from api.schemas.prompts import read_prompts
+from api.schemas.prompts import PROMPT_SCHEMA, read_prompts
 from api.schemas.sampling import SamplingFields
-from api.schemas.stream_options import StreamOptions, read_stream_options
+from api.schemas.stream_options import STREAM_OPTIONS_SCHEMA, StreamOptions, read_stream_options
 from api.schemas.strict import not_built
 from api.schemas.thinking import ThinkingFields
 from shared import jobs
@@ -49,7 +49,7 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
     engine_extras: ClassVar[tuple[str, ...]] = tuple(name.rstrip("*") for name in ENGINE_EXTRAS)
 
     model: str | None = None
-    prompt: Any = None
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)] = None
     suffix: str = ""
     max_tokens: int | None = None
     fit_max_tokens: bool | None = None
@@ -58,7 +58,7 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: Annotated[dict[str, Any] | None, WithJsonSchema(STREAM_OPTIONS_SCHEMA)] = None
     user: str | None = None
     add_special_tokens: bool = True
     parse_special: bool = True

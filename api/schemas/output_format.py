@@ -5,19 +5,47 @@ Their shape is checked here; what a schema may say is checked where it is compil
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from api.schemas.strict import StrictRequest, not_built
 from shared.errors import InvalidRequest
+
+#: What `check_output_format` takes, as JSON schemas. Further keys are ignored.
+RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type"],
+    "oneOf": [
+        {"properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "required": ["json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["name", "schema"],
+                    "properties": {
+                        "name": {"type": "string", "minLength": 1},
+                        "schema": {"type": ["object", "boolean"]},
+                        "strict": {"type": ["boolean", "null"]},
+                    },
+                },
+            },
+        },
+    ],
+}
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TEXTS: dict[str, Any] = {"type": "array", "minItems": 1, "items": _TEXT}
 
 
 class OutputFormatFields(StrictRequest):
     """Mixed into the request models of both completion endpoints."""
 
-    response_format: dict[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: list[str] | None = None
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = None
+    regex: Annotated[str | None, WithJsonSchema(_TEXT)] = None
+    grammar: Annotated[str | None, WithJsonSchema(_TEXT)] = None
+    choice: Annotated[list[str] | None, WithJsonSchema(_TEXTS)] = None
 
     def check_output_format(self) -> None:
         """Raises InvalidRequest for a malformed constraint and UnsupportedParameter for any other than text."""

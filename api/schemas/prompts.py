@@ -10,6 +10,17 @@ from typing import Any
 from shared.cards import ModelCard
 from shared.errors import InvalidRequest
 
+_IDS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+#: What `read_prompts` takes, as a JSON schema; the vocabulary and the number of prompts are the server's.
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, "items": {"type": ["string", "null"]}},
+        _IDS,
+        {"type": "array", "minItems": 1, "items": _IDS},
+    ]
+}
+
 
 def read_prompts(value: Any, card: ModelCard, most: int, *, empty: bool = False) -> list[str | list[int]]:
     """One element a prompt; null and "" are "", meaning "from BOS". `empty`: "" needs no BOS.

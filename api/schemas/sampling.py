@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from api.schemas.strict import StrictRequest, not_built
 from shared.cards import ModelCard
@@ -23,6 +23,20 @@ MAX_STOP_LENGTH = 1000
 MAX_STOP_IDS = 1024
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+_STOP: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+#: What `stop_strings` takes, as a JSON schema; how many is a setting.
+STOP_SCHEMA: dict[str, Any] = {"anyOf": [_STOP, {"type": "array", "items": _STOP}]}
+STOP_TOKEN_IDS_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "maxItems": MAX_STOP_IDS,
+    "items": {"type": "integer", "minimum": 0},
+}
+LOGIT_BIAS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"},
+    "additionalProperties": {"type": "number", "minimum": BIAS_RANGE[0], "maximum": BIAS_RANGE[1]},
+}
 
 
 def _number(name: str) -> Any:
@@ -47,9 +61,9 @@ class SamplingFields(StrictRequest):
     min_tokens: Annotated[int, _integer("min_tokens")] = 0
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    logit_bias: dict[str, Any] = Field(default_factory=dict)
-    stop: Any = None
-    stop_token_ids: list[int] = Field(default_factory=list)
+    logit_bias: Annotated[dict[str, Any], WithJsonSchema(LOGIT_BIAS_SCHEMA)] = Field(default_factory=dict)
+    stop: Annotated[Any, WithJsonSchema(STOP_SCHEMA)] = None
+    stop_token_ids: Annotated[list[int], WithJsonSchema(STOP_TOKEN_IDS_SCHEMA)] = Field(default_factory=list)
 
     def sampling_params(self, card: ModelCard, settings: Settings) -> SamplingParams:
         """Raises InvalidRequest for token ids the model does not have, UnsupportedParameter for fields its engine

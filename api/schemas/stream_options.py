@@ -8,6 +8,14 @@ from typing import Any
 from api.schemas.strict import only_keys
 from shared.errors import InvalidRequest
 
+_FIELDS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+#: What `read_stream_options` takes, as a JSON schema.
+STREAM_OPTIONS_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {name: {"type": ["boolean", "null"]} for name in _FIELDS},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
@@ -28,7 +36,7 @@ def read_stream_options(value: dict[str, Any] | None, stream: bool) -> StreamOpt
         return StreamOptions()
     if not stream:
         raise InvalidRequest("stream_options is only allowed with stream: true.", param=field)
-    only_keys(field, given, ("include_usage", "include_obfuscation", "continuous_usage_stats"))
+    only_keys(field, given, _FIELDS)
     for key, item in given.items():
         if not isinstance(item, bool):
             raise InvalidRequest(f"{field}.{key} must be true or false.", param=field)

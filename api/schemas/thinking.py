@@ -5,9 +5,9 @@ Every spelling in use is read; an explicit off wins over any other switch. Knows
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from api.schemas.strict import StrictRequest
 from shared.errors import InvalidRequest, UnsupportedParameter
@@ -19,16 +19,33 @@ TEMPLATE_KWARGS = ("enable_thinking", "thinking")
 TYPE_ON = frozenset({"enabled", "adaptive", "auto"})
 
 
+def _one_of(known: frozenset[str]) -> dict[str, Any]:
+    return {"enum": sorted(known)}
+
+
+def _object_with(**properties: dict[str, Any]) -> Any:
+    """The JSON schema of an object of which only these keys are looked at."""
+    nullable = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in properties.items()}
+    return WithJsonSchema({"type": "object", "properties": nullable})
+
+
+_BOOL: dict[str, Any] = {"type": "boolean"}
+_EFFORT = _one_of(EFFORT_OFF | EFFORT_ON)
+_TYPE = _one_of(TYPE_ON | {"disabled"})
+
+
 class ThinkingFields(StrictRequest):
     """Mixed into the request models of both completion endpoints."""
 
     #: Known only to be refused: a template is a program, and comes with the model (CVE-2025-61620).
     chat_template: Any = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    reasoning_effort: str | None = None
-    reasoning: dict[str, Any] = Field(default_factory=dict)
-    thinking: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], _object_with(enable_thinking=_BOOL, thinking=_BOOL)] = Field(
+        default_factory=dict
+    )
+    reasoning_effort: Annotated[str | None, WithJsonSchema(_EFFORT)] = None
+    reasoning: Annotated[dict[str, Any], _object_with(effort=_EFFORT)] = Field(default_factory=dict)
+    thinking: Annotated[dict[str, Any], _object_with(type=_TYPE)] = Field(default_factory=dict)
 
     def thinking_switch(self) -> tuple[bool | None, str | None]:
         """(on, off or nothing said; the field that said so). Raises InvalidRequest for unknown values."""

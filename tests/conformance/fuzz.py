@@ -1,0 +1,225 @@
+"""Random requests after the server's own OpenAPI document; what it answers is held against the document.
+
+Runs in the environment with schemathesis: `python fuzz.py URL --model ID --vocab N --requests N`, and prints a report as
+JSON. Knows of the server what the document says, and the few rules between fields that a schema cannot express (`fit`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import sys
+import traceback
+from typing import Any
+
+import jsonschema_rs
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi import checks
+
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+]
+COMPLETIONS = "/v1/completions"
+#: Of all requests, those that go to completions; and of those and of each other kind, those that break the schema.
+TO_COMPLETIONS, BROKEN = 0.85, 0.3
+#: A request says a handful of things, as a client's does; with all fields set each time, some rule always refuses.
+MOST_FIELDS = 7
+PROMPTS = ("Once upon a time", "The capital of France is", "für Ökonomen: 你好 🌍", "{", " ")
+
+
+class Report:
+    def __init__(self) -> None:
+        self.requests = 0
+        self.valid = 0
+        self.valid_200 = 0
+        self.statuses: collections.Counter[str] = collections.Counter()
+        self.refusals: collections.Counter[str] = collections.Counter()
+        self.operations: collections.Counter[str] = collections.Counter()
+        self.not_served: list[str] = []
+        self.failures: list[dict[str, Any]] = []
+
+
+class Fuzz:
+    """One run against one server."""
+
+    def __init__(self, url: str, model: str, vocab: int, most_tokens: int, unbounded: float, number: int) -> None:
+        self.url, self.model, self.vocab = url, model, vocab
+        self.most_tokens, self.unbounded = most_tokens, unbounded
+        self.random = random.Random(number)
+        self.number = number
+        self.session = requests.Session()
+        self.document = self.session.get(f"{url}/openapi.json", timeout=30).json()
+        self.schema = schemathesis.openapi.from_dict(self.document)
+        self.schema.config.update(base_url=url)
+        self.schema.config.max_stream_events = 100_000  # by default it reads but the first ones
+        self.chunk = self._validator("CompletionChunk")
+        self.error = self._validator("ErrorAnswer")
+        self.body = self._validator("CompletionRequest")
+        self.report = Report()
+
+    def _validator(self, name: str) -> Any:
+        components = {"components": self.document["components"]}
+        return jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}", **components})
+
+    def run(self, count: int) -> None:
+        others = [
+            (path, method.upper())
+            for path, methods in self.document["paths"].items()
+            for method in methods
+            if path != COMPLETIONS and self._served(path, method)
+        ]
+        to_others = int(count * (1 - TO_COMPLETIONS))
+        shares = {(COMPLETIONS, "POST"): count - to_others}
+        for index, other in enumerate(others):
+            shares[other] = to_others // len(others) + (index < to_others % len(others))
+        for (path, method), share in shares.items():
+            operation = self.schema[path][method]
+            may_break = bool(self.document["paths"][path][method.lower()].get("requestBody"))
+            broken = int(share * BROKEN) if may_break else 0
+            self._operation(operation, GenerationMode.POSITIVE, share - broken)
+            if broken:
+                self._operation(operation, GenerationMode.NEGATIVE, broken)
+
+    def _served(self, path: str, method: str) -> bool:
+        """Not everything that is described is there already."""
+        answer = self.session.request(method, self.url + path.format(model=self.model), json={}, timeout=30)
+        there = not (answer.status_code == 404 and answer.json()["error"]["code"] == "not_found")
+        if not there:
+            self.report.not_served.append(path)
+        return there
+
+    def _operation(self, operation: Any, mode: GenerationMode, count: int) -> None:
+        """Generation may come to repeat itself before `count`; then it begins anew with another seed."""
+        sent, rounds = 0, 0
+        while sent < count and rounds < 20 + count:
+
+            @seed(self.number + rounds)
+            @settings(
+                max_examples=count - sent,
+                database=None,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate],
+            )
+            @given(operation.as_strategy(mode))
+            def one(case: Any) -> None:
+                nonlocal sent
+                if sent < count:
+                    sent += 1
+                    self.send(case, mode)
+
+            one()
+            rounds += 1
+
+    def send(self, case: Any, mode: GenerationMode) -> None:
+        completes = case.path == COMPLETIONS
+        if completes and mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body = self.fit(case.body)
+        elif (
+            completes and isinstance(case.body, dict) and not isinstance(case.body.get("max_tokens"), str | bool | list)
+        ):
+            case.body["max_tokens"] = self.most_tokens  # what is wrong must be another field
+        elif case.path == "/v1/models/{model}" and self.random.random() < 0.6:
+            case.path_parameters = {"model": self.model}
+        valid = mode is GenerationMode.POSITIVE and (not completes or self.body.is_valid(case.body))
+        if completes and mode is GenerationMode.POSITIVE and not valid:
+            raise AssertionError(f"`fit` broke a request: {case.body!r}")
+        report = self.report
+        report.requests += 1
+        report.operations[f"{case.method} {case.path}"] += 1
+        try:
+            response = case.call(session=self.session, timeout=60)
+            status = response.status_code
+            report.statuses[str(status)] += 1
+            report.valid += valid
+            report.valid_200 += valid and status == 200
+            if status >= 400 and response.content:
+                error = response.json()["error"]
+                report.refusals[f"{status} {error['code']} {error['param'] if valid else '-'}"] += 1
+            if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
+                self.check_stream(response.content.decode())
+            case.validate_response(response, checks=CHECKS)
+        except (Exception, FailureGroup) as error:  # all of them are findings
+            text = "".join(traceback.format_exception_only(error))
+            found = {"request": f"{case.method} {case.path}", "body": repr(case.body)[:2000], "error": text[:2000]}
+            report.failures.append(found)
+
+    def check_stream(self, text: str) -> None:
+        events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+        assert events and events[-1] == "[DONE]", text[-300:]
+        for event in events[:-1]:
+            value = json.loads(event)
+            if "error" in value:
+                self.error.validate(value)
+                assert value["error"]["type"] == "invalid_request_error", value
+            else:
+                self.chunk.validate(value)
+
+    def fit(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A request that keeps the rules between fields and names ids and models that exist; all else stays."""
+        draw = self.random
+        said = [name for name, value in body.items() if value is not None and name not in ("prompt", "model")]
+        kept = draw.sample(said, min(len(said), draw.randint(0, MOST_FIELDS)))
+        made = {name: value for name, value in body.items() if value is None or name in kept or name == "prompt"}
+        made["model"] = self.model if draw.random() < 0.95 else body.get("model")
+        if not made.get("prompt") and draw.random() < 0.95:
+            made["prompt"] = draw.choice(PROMPTS)  # an empty one is refused by models without a begin-of-text token
+        if isinstance(made.get("prompt"), list):
+            prompts = [draw.choice(PROMPTS) if p in ("", None) else p for p in made["prompt"][:4]]
+            made["prompt"] = [self._ids(p) if isinstance(p, list) else p for p in prompts]
+            if isinstance(prompts[0], int | float):
+                made["prompt"] = self._ids(prompts)
+        if made.get("stop_token_ids"):
+            made["stop_token_ids"] = self._ids(made["stop_token_ids"])
+        if made.get("logit_bias"):
+            made["logit_bias"] = {str(int(key) % self.vocab): bias for key, bias in made["logit_bias"].items()}
+        for name in ("max_tokens", "n", "best_of", "top_k", "min_tokens", "seed", "priority", "logprobs"):
+            if made.get(name) is not None:
+                made[name] = int(made[name])  # 1.0 is an integer to a schema, and none to us
+        if draw.random() < 0.3:
+            made["stream"] = True
+        if made.get("n"):
+            made["n"] = min(made["n"], 4)
+        if made.get("best_of"):
+            made["best_of"] = min(max(made["best_of"], made.get("n") or 1), 6)
+            if made.get("stream"):
+                made["best_of"] = made.get("n") or 1
+        if not made.get("stream"):
+            made.pop("stream_options", None)
+        if made.get("suffix"):
+            made.pop("echo", None)
+        if draw.random() >= self.unbounded:
+            made["max_tokens"] = draw.randint(1, self.most_tokens)
+        return made
+
+    def _ids(self, ids: list[Any]) -> list[int]:
+        return [int(token) % self.vocab for token in ids]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--vocab", type=int, required=True)
+    parser.add_argument("--requests", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--unbounded", type=float, default=0.0, help="share of requests without max_tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    fuzz = Fuzz(options.url, options.model, options.vocab, options.max_tokens, options.unbounded, options.seed)
+    fuzz.run(options.requests)
+    json.dump(vars(fuzz.report), sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()
