@@ -15,7 +15,7 @@ from api.schemas import answers
 from api.schemas.answers import ANSWERS, Answer
 from api.schemas.completions import CompletionRequest
 from api.schemas.strict import StrictRequest
-from api.schemas.tokenization import DetokenizeRequest, TokenizeRequest
+from api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from api.schemas.words import FIELD_WORDS
 from shared.settings import Settings
 

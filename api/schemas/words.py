@@ -54,6 +54,7 @@ FIELD_WORDS = {
     "store": "false: the request's log and result are gone a minute after its end.",
     "enable_thinking": "Switch a thinking model's thinking on or off. An explicit off, in any of the fields that can "
     "say it, wins.",
+    "chat_template": "Always refused: templates come with the models.",
     "chat_template_kwargs": "enable_thinking or thinking: the same switch.",
     "reasoning_effort": "none, off, minimal and disabled: thinking off; any other: on.",
     "reasoning": "effort: as reasoning_effort.",

@@ -67,6 +67,14 @@ REQUESTS = {
     "stream-length": completion(**STREAMED, max_tokens=1),
     "stream-fails-late": completion(model=SCRIPTED, prompt=FAILING, stream=True),
     "stream-fails-before-it-begins": completion(model=SCRIPTED, prompt='{"pieces": 1}', stream=True),
+    "tokenize": request("POST", "/tokenize", {"model": SCRIPTED, "prompt": "ä<|300|>", "return_token_strs": True}),
+    "tokenize-messages": request(
+        "POST", "/v1/tokenize", {"model": SCRIPTED, "messages": [{"role": "user", "content": "hi"}]}
+    ),
+    "detokenize": request("POST", "/detokenize", {"model": SCRIPTED, "tokens": [195, 164, 300]}),
+    "tokenizer-info": request("GET", f"/tokenizer_info?model={SCRIPTED}"),
+    "error-400-tokenize": request("POST", "/tokenize", {"model": SCRIPTED, "prompt": "x", "messages": []}),
+    "error-404-detokenize-model": request("POST", "/detokenize", {"model": "none", "tokens": [1]}),
     "error-400-field": completion(**PLAIN, temperature=3),
     "error-400-context": completion(**PLAIN, max_tokens=10**9),
     "error-400-unsupported": completion(**PLAIN, dry_multiplier=1),
@@ -204,6 +212,10 @@ _OTHERS = {
     "health": answers.Health,
     "ready": answers.Readiness,
     "status": answers.Status,
+    "tokenize": answers.Tokenized,
+    "tokenize-messages": answers.Tokenized,
+    "detokenize": answers.Detokenized,
+    "tokenizer-info": answers.TokenizerInfo,
 }
 
 
