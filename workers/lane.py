@@ -90,6 +90,10 @@ class Lane:
         self._open = set(range(job.choices))
         self._requests = [self._request(index) for index in range(job.choices)]
         self._scores: dict[int, PromptScores] = {}
+        #: Of each prompt whose logprobs are not all there: what its other choices said meanwhile.
+        self._early: dict[int, list[tuple[int, Token | Finished]]] = (
+            {number: [] for number in range(len(prompts))} if job.echo and job.logprobs is not None else {}
+        )
         self._hidden = frozenset(hidden)
         self._pieces = pieces
         first = self._requests[0]
@@ -141,15 +145,26 @@ class Lane:
         return [f"{self.job.id}/{index}" for index in self._open]
 
     def on_event(self, index: int, event: Started | PromptLogprobs | Token | Finished | Failed) -> bool:
-        """Takes in one event of choice `index`. True: the engine should stop that choice, it is done."""
-        if self.over or index not in self._open:
+        """Takes in one event of choice `index`. True: the engine should stop that choice, it is done.
+
+        The logprobs of a prompt come in pieces, with its first choice; the others need them whole before their text,
+        and wait for them here."""
+        if self.over:
             return False
+        if index not in self._open:
+            return isinstance(event, Token)
+        number, j = divmod(index, self.job.candidates)
+        if isinstance(event, Token | Finished) and number in self._early:
+            if j > 0:
+                self._early[number].append((index, event))
+                return False
+            self._scored(number)
         if isinstance(event, Token):
             return self._on_token(index, event)
         if isinstance(event, Started):
             self._on_started(index, event)
         elif isinstance(event, PromptLogprobs):
-            self._on_prompt_logprobs(index // self.job.candidates, event)
+            self._on_prompt_logprobs(number, event)
         elif isinstance(event, Finished):
             self._say(index, self._choices[index].finish(event.reason))
         elif isinstance(event, Failed):
@@ -182,6 +197,14 @@ class Lane:
                 text=prompt.text if prompt.sent_as_text else None,
             )
         self.outbox.extend((frame,) for frame in scores.frames(event.start, event.logprobs, self._dictionary))
+        if event.start + len(event.logprobs) >= len(self._prompts[number].ids):
+            self._scored(number)
+
+    def _scored(self, number: int) -> None:
+        """The logprobs of a prompt are all there."""
+        for index, event in self._early.pop(number, ()):
+            self.on_event(index, event)
+            self._flush(index)
 
     def _on_token(self, index: int, event: Token) -> bool:
         self._first_token = self._first_token or time.monotonic()

@@ -1,0 +1,39 @@
+"""A lane's frames: in which order they come, whatever the order of the engine's events."""
+
+from __future__ import annotations
+
+from shared.frames import Delta, Finish, Name, Prompt, Start
+from shared.jobs import Job
+from workers.engines.base import Finished, PromptLogprobs, Started, Token
+from workers.lane import Lane, PromptIds
+
+
+def test_a_prompts_logprobs_come_before_all_its_choices() -> None:
+    """An engine may compute a long prompt's logprobs in pieces, with its first choice, and give the other choices
+    tokens meanwhile: from its cache, or because their prefill needs no logprobs."""
+    job = Job(id="j", model="m", prompts=["abcd"], seed=1, created=1, n=2, best_of=2, echo=True, logprobs=0)
+    prompt = PromptIds([1, 2, 3, 4], 9, text="abcd")
+    lane = Lane(job, Name(1, 1), [prompt], end_ids=(0,), pieces=lambda request, ids: [b"x"] * len(ids))
+    lane.on_event(0, Started("j/0"))
+    lane.on_event(1, Started("j/1"))
+    lane.on_event(0, PromptLogprobs("j/0", 0, [None, (-1.0, [(2, -1.0)])]))
+    assert lane.on_event(1, Token("j/1", 7, b"x", (-1.0, [(7, -1.0)]))) is False
+    lane.flush()
+    assert lane.on_event(1, Token("j/1", 0, b"", (-1.0, [(0, -1.0)]), end=True)) is False
+    assert lane.on_event(1, Finished("j/1", "stop")) is False
+    lane.flush()
+    lane.on_event(0, PromptLogprobs("j/0", 2, [(-1.0, [(3, -1.0)]), (-1.0, [(4, -1.0)])]))
+    lane.on_event(0, Token("j/0", 0, b"", (-1.0, [(0, -1.0)]), end=True))
+    frames = [frame for entry in lane.outbox for frame in entry]
+    assert [type(frame) for frame in frames] == [Start, Prompt, Prompt, Delta, Delta, Finish, Delta, Finish]
+    assert lane.terminal is not None and [entry[-1] for entry in lane.outbox if isinstance(entry[-1], Finish)]
+
+
+def test_a_choice_that_ended_while_it_waited_is_stopped_at_its_next_token() -> None:
+    job = Job(id="j", model="m", prompts=["ab"], seed=1, created=1, n=2, best_of=2, echo=True, logprobs=0, stop=["x"])
+    lane = Lane(job, Name(1, 1), [PromptIds([1, 2], 9, text="ab")], pieces=lambda request, ids: [b"x"] * len(ids))
+    token = Token("j/1", 7, b"x", (-1.0, [(7, -1.0)]))
+    assert lane.on_event(1, token) is False, "nobody knows yet that it is the last"
+    lane.on_event(0, PromptLogprobs("j/0", 0, [None, (-1.0, [(2, -1.0)])]))
+    assert lane.on_event(1, token) is True
+    assert [frame.t for entry in lane.outbox for frame in entry if isinstance(frame, Delta)] == [[7]]
