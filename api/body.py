@@ -80,11 +80,13 @@ def leftover_is_large(environ: dict[str, Any]) -> bool:
     """Whether so much of the body is unread that closing is better than skipping it."""
     if environ.get(READ):
         return False
+    if "HTTP_TRANSFER_ENCODING" in environ:
+        return True
     try:
         length = content_length(environ)
     except InvalidJson:
         return True
-    return "HTTP_TRANSFER_ENCODING" in environ if length is None else length > SKIP_BYTES
+    return length is not None and length > SKIP_BYTES
 
 
 def close_after(environ: dict[str, Any]) -> None:

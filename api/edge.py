@@ -18,7 +18,7 @@ from werkzeug.wsgi import ClosingIterator
 
 from api.body import close_after, leftover_is_large, linger
 from api.lifecycle import Lifecycle
-from shared.errors import Forbidden, UnsupportedParameter
+from shared.errors import Forbidden, InvalidRequest, UnsupportedParameter
 from shared.settings import Settings
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -58,6 +58,7 @@ def install(app: Flask, settings: Settings) -> None:
     def arrive() -> None:
         g.started = time.perf_counter()
         g.request_id = _request_id()
+        _check_framing()
         if request.path not in PROBES:
             _check_host(known_hosts)
 
@@ -102,6 +103,15 @@ def _request_id() -> str:
         if _REQUEST_ID.fullmatch(value):
             return value
     return f"req-{secrets.token_hex(12)}"
+
+
+def _check_framing() -> None:
+    """A transfer coding other than chunked alone may be read in another way by a server in front of this one, and what
+    one takes for a body be a request to the other (RFC 9112 section 6.1, CVE-2024-1135): refused, and the connection
+    ends with it."""
+    if request.environ.get("HTTP_TRANSFER_ENCODING", "chunked").lower() != "chunked":
+        close_after(request.environ)
+        raise InvalidRequest("Transfer-Encoding must be chunked, or absent.", code="bad_request")
 
 
 def _check_host(known: frozenset[str]) -> None:
