@@ -15,6 +15,7 @@ from shared.cards import Fim
 from shared.settings import Settings
 from tests.conftest import Node, Store, Worker, wait_for
 from tests.contract.schemas import check_completion
+from tests.scores import aligned
 from tests.tiny_model import ID, write_tiny_model
 from workers.engines.llamacpp.engine import LlamaCppEngine
 from workers.engines.llamacpp.options import LlamaCppOptions
@@ -77,6 +78,7 @@ def test_files_may_name_the_tokens_of_a_gap(keys: tuple[str, ...], tmp_path: Pat
 
 
 def test_a_gap_is_filled_as_if_the_ids_had_been_sent(client: FlaskClient) -> None:
+    """FB-133: one BOS, and none in the middle."""
     ids = [BOS, PRE, *b"def f(", SUF, *b"return 1", MID]
     by_ids = ask(client, prompt=ids)["choices"][0]["text"]
     gap = {"prompt": "def f(", "suffix": "return 1"}
@@ -120,6 +122,27 @@ def test_control_tokens_are_hidden_unless_asked_for(client: FlaskClient) -> None
     assert stopped["choices"][0]["finish_reason"] == "length", "what is not shown stops nothing"
     stopped = ask(client, **{**forced, "stop": "<|mark|>"}, skip_special_tokens=False)
     assert stopped["choices"][0]["finish_reason"] == "stop"
+
+
+def test_fb034_one_bos_and_it_has_no_entry(client: FlaskClient) -> None:
+    """FB-009, FB-128: a BOS that the server added counts in prompt_tokens, and is neither echoed nor scored; one that
+    was sent is as any other token."""
+    scored = {"echo": True, "logprobs": 1, "max_tokens": 2}
+    for prompt, more, ids, entries in (
+        ("hi", {}, 3, 2),
+        ("<|begin|>hi", {}, 3, 3),
+        ("hi", {"add_special_tokens": False}, 2, 2),
+        ([BOS, *b"hi"], {}, 3, 3),
+        (list(b"hi"), {}, 2, 2),
+        ("<|begin|>hi", {"parse_special": False}, 12, 11),
+    ):
+        answer = ask(client, prompt=prompt, **scored, **more)
+        [choice] = answer["choices"]
+        assert answer["usage"]["prompt_tokens"] == ids, (prompt, more)
+        assert choice["text"].startswith("<|begin|>hi" if prompt[0] in ("<", BOS) else "hi")
+        aligned(choice["logprobs"], choice["text"], entries=entries + 2, best=1, scored_prompt=entries)
+    one = ask(client, prompt="", echo=True, logprobs=1, max_tokens=1)
+    assert one["usage"]["prompt_tokens"] == 1 and len(one["choices"][0]["logprobs"]["tokens"]) == 1
 
 
 def test_usage_tells_how_much_of_the_prompt_was_there(client: FlaskClient) -> None:

@@ -1,7 +1,7 @@
 """Promise 1 over HTTP: a stream's text is what the plain call returns, whatever the tokens are.
 
 Random texts (emoji, halves of characters, bytes that are no text) are cut into random tokens; stop strings lie inside.
-What has to come out is worked out here, by the rule of the contract and not by the product's code.
+What has to come out is worked out by the rule of the contract and not by the product's code (tests/references.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.integration.test_http_completions import whole
+from tests.references import Expected, completion, pending
 from tests.stack import Stack
 
 CASES = 200
@@ -54,13 +55,6 @@ BROKEN = [
 ]
 
 
-class Expected(NamedTuple):
-    text: str
-    finish: str
-    stop_reason: str | None
-    completion_tokens: int
-
-
 class Case(NamedTuple):
     pieces: list[bytes]
     stops: list[str]
@@ -76,51 +70,8 @@ class Case(NamedTuple):
         return json.dumps({"pieces": [{"hex": piece.hex()} for piece in self.pieces]})
 
 
-def pending(data: bytes) -> int:
-    """How many bytes at the end begin a character that further bytes could complete."""
-    for length in (3, 2, 1):
-        end = data[-length:]
-        if len(end) < length or not 0xC2 <= end[0] <= 0xF4:
-            continue
-        for count in (1, 2, 3):
-            for rest in itertools.product(b"\x80\x90\xa0\xbf", repeat=count):
-                try:
-                    if len((end + bytes(rest)).decode()) == 1:
-                        return length
-                except UnicodeDecodeError:
-                    continue
-    return 0
-
-
-def first_stop(text: str, stops: list[str]) -> str | None:
-    """The stop string that is first to end in the text; of several that end at one character the longest."""
-    for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            return max(found, key=len)
-    return None
-
-
-def cut(text: str, stops: list[str]) -> tuple[str, str] | None:
-    """(what stays, the stop string) if there is one."""
-    stop = first_stop(text, stops)
-    return None if stop is None else (text[: text.index(stop)], stop)
-
-
 def expected(case: Case) -> Expected:
-    data = b""
-    for count, piece in enumerate(case.pieces, 1):
-        data += piece
-        final = data[: len(data) - pending(data)].decode(errors="replace")
-        if found := cut(final, case.stops):
-            return Expected(found[0], "stop", found[1], count)
-        if count == case.limit:
-            if found := cut(data.decode(errors="replace"), case.stops):
-                return Expected(found[0], "stop", found[1], count)
-            return Expected(data.decode(errors="replace"), "length", None, count)
-    text = data.decode(errors="replace")
-    found = cut(text, case.stops)
-    return Expected(found[0] if found else text, "stop", found[1] if found else None, len(case.pieces) + 1)
+    return completion(case.pieces, case.stops, case.limit)
 
 
 def random_case(number: int) -> Case:
