@@ -227,7 +227,7 @@ class Lane:
             delta.n = released.out if released.out < choice.ids else None
             self._texts[index] += released.text
         if released.finish is not None:
-            last = [self._deltas.pop(index)] if index in self._deltas else []
+            last = [self._named(self._deltas.pop(index))] if index in self._deltas else []
             self.outbox.append((*last, Finish(index, *released.finish)))  # together: one entry of the log
             self._open.discard(index)
             if not self._open:
@@ -241,7 +241,13 @@ class Lane:
         if self.job.logprobs is None:
             return  # best_of asked: only who takes the request over has to know
         delta.o = [*(delta.o or ()), self._choices[index].begin]
-        delta.p |= self._dictionary.news([token.token], [entry])
+
+    def _named(self, delta: Delta) -> Delta:
+        """A delta on its way out, with the bytes of those ids that no frame before it told: the choices' deltas leave
+        in another order than they began in."""
+        if delta.o is not None:
+            delta.p = self._dictionary.news(delta.t, delta.lp or ())
+        return delta
 
     def _pick(self) -> list[int] | None:
         """Which candidates best_of keeps: of each prompt the n of highest mean raw logprob, best first."""
@@ -280,7 +286,7 @@ class Lane:
     def _flush(self, index: int) -> None:
         delta = self._deltas.pop(index, None)
         if delta is not None:
-            self.outbox.append((delta,))
+            self.outbox.append((self._named(delta),))
 
     def fail(self, error: SluiceError, outcome: Outcome = "failed") -> None:
         """Ends the request with an error, behind what was already said."""

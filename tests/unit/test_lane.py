@@ -37,3 +37,14 @@ def test_a_choice_that_ended_while_it_waited_is_stopped_at_its_next_token() -> N
     lane.on_event(0, PromptLogprobs("j/0", 0, [None, (-1.0, [(2, -1.0)])]))
     assert lane.on_event(1, token) is True
     assert [frame.t for entry in lane.outbox for frame in entry if isinstance(frame, Delta)] == [[7]]
+
+
+def test_bytes_of_an_id_come_with_the_first_frame_that_needs_them() -> None:
+    """Of two choices that sample one token in one step, the second may end with it and be out first."""
+    job = Job(id="j", model="m", prompts=["ab"], seed=1, created=1, n=2, best_of=2, logprobs=0, stop=["y"])
+    lane = Lane(job, Name(1, 1), [PromptIds([1, 2], 9, text="ab")], pieces=lambda request, ids: [b"x"] * len(ids))
+    for index, piece in ((0, b"x"), (1, b"y")):
+        lane.on_event(index, Token(f"j/{index}", 7, piece, (-1.0, [(7, -1.0)])))
+    lane.flush()
+    deltas = [frame for entry in lane.outbox for frame in entry if isinstance(frame, Delta)]
+    assert [(delta.i, delta.p) for delta in deltas] == [(1, {7: "78"}), (0, {})]
