@@ -9,13 +9,12 @@ import sys
 
 import msgspec
 import structlog
-from pydantic import ValidationError
 
 from shared import logs
 from shared.cards import ModelCard
 from shared.errors import SluiceError
 from shared.parent import die_with_parent
-from shared.settings import Settings, explain
+from shared.settings import WrongSettings, given
 from shared.store_rules import StoreRefused, check_store
 from workers.engine_loop import EngineLoop
 from workers.engines import make
@@ -50,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     die_with_parent()
     try:
-        settings = Settings()
-    except ValidationError as error:
-        print(explain(error), file=sys.stderr)
+        settings = given()
+    except WrongSettings as error:
+        print(error, file=sys.stderr)
         return 2
     logs.configure(settings.log_level, process="worker")
     if not settings.redis_url:
