@@ -25,7 +25,7 @@ from scripts import carried_model, ports
 from scripts.client import Client, ServerError, ServerUnreachable
 from scripts.up import base_url
 from shared.parent import set_death_signal
-from shared.settings import Settings, given
+from shared.settings import Settings, WrongSettings, given
 
 PROMPT = "The capital of France is"
 MAX_TOKENS = 64
