@@ -374,7 +374,7 @@ class LaneWorker(SimpleWorker):
     def _keep_result(self, lane: Lane, pipeline: Any) -> None:
         """RQ's result and counters, for the worker whose end was the request's."""
         job = RqJob(lane.job.id, connection=self._store, serializer=JSONSerializer)
-        ttl = self._settings.result_ttl_s
+        ttl = lane.result_ttl
         if isinstance(lane.terminal, End):
             value = {"choices": lane.result(), "usage": lane.terminal.usage}
             Result.create(
