@@ -13,13 +13,12 @@ import argparse  # noqa: E402
 import sys  # noqa: E402
 
 import structlog  # noqa: E402
-from pydantic import ValidationError  # noqa: E402
 
 from api.server import serve  # noqa: E402
 from shared import logs  # noqa: E402
 from shared.exposure import Exposed  # noqa: E402
 from shared.parent import die_with_parent  # noqa: E402
-from shared.settings import explain, given  # noqa: E402
+from shared.settings import WrongSettings, given  # noqa: E402
 from shared.store_rules import StoreRefused, check_store  # noqa: E402
 
 log = structlog.get_logger(__name__)
@@ -42,10 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         for warning in check_store(settings.redis_url):
             log.warning("store", message=warning)
         serve(settings)
-    except ValidationError as error:
-        print(explain(error), file=sys.stderr)
-        return 2
-    except (StoreRefused, Exposed) as error:
+    except (WrongSettings, StoreRefused, Exposed) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -26,7 +26,7 @@ from shared.errors import (
     StoreUnavailable,
     WorkerLost,
 )
-from shared.jobs import Job
+from shared.jobs import Job, Placement
 from shared.scripts import Scripts
 from shared.settings import Settings
 
@@ -87,7 +87,7 @@ class Gateway:
 
     # -- requests
 
-    def submit(self, job: Job, *, tenant: str = "default", klass: jobs.Class = "interactive") -> None:
+    def submit(self, job: Job, placement: Placement = Placement()) -> None:  # noqa: B008 - frozen
         """Queues the request. Raises NoWorker if nothing serves its model and nothing could start a worker for it."""
         if job.model not in self._knowledge().served:
             raise NoWorker(f"No worker serves the model {job.model!r} at the moment.")
@@ -99,16 +99,18 @@ class Gateway:
                     "submit",
                     job.id,
                     self.proc,
-                    tenant,
-                    klass,
+                    placement.tenant,
+                    placement.klass,
                     job.model,
                     int(settings.request_timeout_s * 1000),
-                    settings.result_ttl_s,
-                    settings.log_ttl_s,
+                    settings.result_ttl_s if placement.keep else jobs.FORGET_S,
+                    settings.log_ttl_s if placement.keep else jobs.FORGET_S,
                     job.choices,
                     "",
                     data,
                     job.kind,
+                    "1" if placement.ahead else "",
+                    "1" if placement.fanout else "",
                 )
                 return
             except redis.exceptions.OutOfMemoryError:

@@ -13,14 +13,13 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from scripts.carried_model import ModelUnavailable
 from scripts.client import Client, ServerError, ServerUnreachable
 from scripts.up import CannotStart, Options, base_url, parse_workers, up
-from shared.settings import Settings
+from shared.settings import WrongSettings, given
 
 BENCHMARKS = ("engine", "serve", "relay", "queue", "chaos", "exllamav2")
 
@@ -58,7 +57,7 @@ def up_command(
     """Store, API and workers on this machine, until Ctrl-C."""
     low, high = parse_workers(workers)
     options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), low, high)
-    raise typer.Exit(up(options, settings(host=host, port=port, api_workers=api_workers, insecure=insecure)))
+    raise typer.Exit(up(options, given(host=host, port=port, api_workers=api_workers, insecure=insecure)))
 
 
 @app.command("api", context_settings=_PASS_ON)
@@ -91,7 +90,7 @@ def complete_command(
         prompt = sys.stdin.read()
     asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     body: dict[str, Any] = {"prompt": prompt, **{k: v for k, v in asked.items() if v is not None}}
-    client = Client(url or base_url(settings()), api_key)
+    client = Client(url or base_url(given()), api_key)
     answers = client.stream("/v1/completions", body) if stream else iter([client.post("/v1/completions", body)])
     for answer in answers:
         if as_json:
@@ -109,7 +108,7 @@ def models_command(
     as_json: Annotated[bool, typer.Option("--json", help="The server's JSON.")] = False,
 ) -> None:
     """The models of a running server."""
-    answer = Client(url or base_url(settings()), api_key, timeout_s=30).get("/v1/models")
+    answer = Client(url or base_url(given()), api_key, timeout_s=30).get("/v1/models")
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
@@ -147,15 +146,6 @@ def bench_command(context: typer.Context) -> None:
     raise typer.Exit(benchmark.main(arguments) or 0)
 
 
-def settings(**given: Any) -> Settings:
-    """The settings, with what the command line gave on top. Raises CannotStart for a value that is wrong."""
-    try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CannotStart(f"A setting is wrong: {wrong}. docs/settings.md lists them all.") from None
-
-
 def _become(module: str, arguments: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
@@ -164,7 +154,7 @@ def main() -> None:
     """Entry point of `sluice` and `python -m scripts.cli`."""
     try:
         app(prog_name="sluice")
-    except (CannotStart, ModelUnavailable, ServerUnreachable, ServerError) as error:
+    except (CannotStart, WrongSettings, ModelUnavailable, ServerUnreachable, ServerError) as error:
         print(f"sluice: {error}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:

@@ -19,13 +19,13 @@ from itertools import pairwise
 from typing import IO
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from scripts import carried_model, ports
 from scripts.client import Client, ServerError, ServerUnreachable
 from scripts.up import base_url
 from shared.parent import set_death_signal
-from shared.settings import Settings
+from shared.settings import Settings, WrongSettings, given
 
 PROMPT = "The capital of France is"
 MAX_TOKENS = 64
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             console.print("\nIt stays up until Ctrl-C. What it logs from here on:\n")
             up.echo()
             return up.wait()
-    except (Failed, ServerError, ServerUnreachable, carried_model.ModelUnavailable) as error:
+    except (Failed, WrongSettings, ServerError, ServerUnreachable, carried_model.ModelUnavailable) as error:
         console.print(f"[bold red]No completion:[/] {error}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -127,7 +127,7 @@ class Up:
 
 def _settings(arguments: Sequence[str]) -> Settings:
     """The settings `up` will find, with a free port: the asked one, else the usual one unless it is taken."""
-    settings = Settings()
+    settings = given()
     for option, value in pairwise(arguments):
         if option == "--port":
             return settings.model_copy(update={"port": int(value)})
@@ -141,8 +141,9 @@ def _settings(arguments: Sequence[str]) -> Settings:
 def _show(console: Console, up: Up, client: Client) -> None:
     """Waits for the stack, streams one completion, prints how to ask for more. Raises Failed, ServerError, ServerUnreachable."""
     began = time.monotonic()
-    with console.status("Starting the store, the API and a worker") as status:
-        _wait_until_ready(up, status, began)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        _wait_until_ready(up, bar, began)
     models = client.models()
     if not models:
         raise Failed("the server lists no model")
@@ -164,14 +165,26 @@ def _show(console: Console, up: Up, client: Client) -> None:
     _print_curl(console, client.url, body)
 
 
-def _wait_until_ready(up: Up, status: Status, began: float) -> None:
+def _wait_until_ready(up: Up, bar: Progress, began: float) -> None:
+    task = bar.add_task("Starting the store, the API and a worker", total=None)
     while not up.ready.wait(0.2):
         if up.ended:
             raise Failed(f"the server ended before it was ready. Its last words:\n{up.last_lines}")
         waited = time.monotonic() - began
         if waited > START_S:
             raise Failed(f"not ready after {waited:.0f} s. The log's last lines:\n{up.last_lines}")
-        status.update(f"Starting the store, the API and a worker, {waited:.0f} s [dim]{up.last_line[:90]}[/]")
+        loading = _loading(up.last_line)
+        if loading is not None:
+            bar.update(task, description=f"The model: {loading[0]}", total=100, completed=loading[1])
+
+
+def _loading(line: str) -> tuple[str, float] | None:
+    """What a worker's log says about its model, and per cent done; None for any other line."""
+    try:
+        said = json.loads(line.partition("| ")[2])
+        return (said["what"], float(said["percent"])) if said["event"] == "loading" else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _print_curl(console: Console, url: str, body: dict[str, object]) -> None:

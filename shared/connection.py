@@ -7,6 +7,7 @@ timeout. Answers come as RESP2, whose shapes do not depend on the server.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import redis
@@ -46,3 +47,24 @@ def raw(url: str) -> Any:
     It logs in, selects the database and speaks TLS as the URL says; what is sent and read is the caller's."""
     pool = redis.ConnectionPool.from_url(url, **_options())
     return pool.make_connection()
+
+
+def listen(channel: Any, *names: str | bytes, idle: float, more: Callable[[], bool]) -> Iterator[tuple[bytes, bytes]]:
+    """Subscribes a raw connection to channels and yields (kind, payload): `subscribe` for each that is heard now,
+    `message`, and `pong` after a silence of `idle` seconds.
+
+    Ends when `more()` is false (looked at after each answer and each silence). A connection that only seems open is
+    found by the ping: raises redis.ConnectionError, as for one that breaks."""
+    channel.send_command("SUBSCRIBE", *names)
+    pinged = False
+    while more():
+        if not channel.can_read(timeout=idle):
+            if pinged:
+                raise redis.ConnectionError("no answer to PING on the subscription")
+            channel.send_command("PING")
+            pinged = True
+            continue
+        pinged = False
+        answer = channel.read_response(disable_decoding=True)
+        if isinstance(answer, list) and len(answer) >= 2:
+            yield answer[0], answer[-1] if answer[0] == b"message" else b""

@@ -15,7 +15,8 @@ import msgspec
 #: Version of frames and jobs; a reader that meets a higher one leaves them alone.
 VERSION = 1
 
-#: One logprob entry on the wire: the token's own, and the best ones as [[id, logprob], ...], best first.
+#: One token's raw logprobs: its own, and the N best as (id, logprob), best first; behind them the token itself if it
+#: is none of them. So its own number always stands in the list, and N = 0 lists it alone.
 Logprob = tuple[float, list[tuple[int, float]]]
 
 

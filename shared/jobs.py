@@ -20,12 +20,28 @@ FUNCTION = "sluice.completion"
 
 Class = Literal["interactive", "batch"]
 
+#: How long log and result of a request outlive its end that is not to be stored, s.
+FORGET_S = 60
 #: Largest n, and best_of where it equals n.
 MAX_N = 128
 #: What no setting can allow: bounds of what a worker takes from the store.
 MAX_CHOICES, MAX_STOPS, MAX_STOP_LENGTH, MAX_LOGPROBS = 4096, 4096, 100_000, 1000
 #: Largest RQ data, unpacked, bytes.
 MAX_DATA = 100_000_000
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """How a request is queued, and what is kept of it.
+
+    `ahead`: before the tenant's own waiting requests. `fanout`: its frames also go to the channel `out:{id}`.
+    `keep`: log and result stay readable for as long as the settings say; else for FORGET_S after the end.
+    """
+
+    tenant: str = "default"
+    klass: Class = "interactive"
+    ahead: bool = False
+    fanout: bool = False
+    keep: bool = True
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -73,6 +73,11 @@ def node_channel(proc: str) -> str:
     return f"{PREFIX}node:{proc}"
 
 
+def out_channel(job_id: str) -> str:
+    """Channel with one request's frames, for whoever listens; only where `fanout` was asked for."""
+    return f"{PREFIX}out:{job_id}"
+
+
 def control_channel(worker: str) -> str:
     return f"{PREFIX}ctl:{worker}"
 

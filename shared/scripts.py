@@ -33,7 +33,7 @@ def sha(name: str) -> str:
 
 
 class Taken(NamedTuple):
-    """One job out of take.lua. `left`: seconds to its deadline; `log`: its entries before this take, oldest first."""
+    """One job out of take.lua. `left`: seconds to its deadline; `log`: its entries, oldest first; `result_ttl`: s."""
 
     id: str
     name: Name
@@ -42,6 +42,8 @@ class Taken(NamedTuple):
     left: float
     origin: str
     log: list[tuple[Name, bytes]]
+    fanout: bool
+    result_ttl: int
 
 
 class Scripts:
@@ -73,8 +75,10 @@ class Scripts:
                 int(left) / 1000,
                 origin.decode(errors="replace"),
                 [(Name.parse(name.decode()), fields[1]) for name, fields in log],
+                fanout == b"1",
+                int(result_ttl),
             )
-            for job_id, a, s, data, home, left, origin, log in answer[1:]
+            for job_id, a, s, data, home, left, origin, log, fanout, result_ttl in answer[1:]
         ]
 
     def end(self, job_id: str, by: str, frame: bytes, status: str, *, attempt: int | None = None) -> tuple[int, str]:

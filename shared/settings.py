@@ -7,6 +7,7 @@ Read from the environment (`SLUICE_<NAME>`), else from `sluice.toml` in the curr
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +15,19 @@ from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 
+class WrongSettings(Exception):
+    """A setting or the settings file is wrong; the message says which and how."""
+
+
 def given(**values: Any) -> Settings:
-    """The settings, with those values that are not None in place of what is configured. Raises ValidationError."""
-    return Settings(**{name: value for name, value in values.items() if value is not None})
-
-
-def explain(error: ValidationError) -> str:
-    """What is wrong with the settings, a line each."""
-    lines = [
-        f"Setting {'.'.join(map(str, problem['loc']))}: {problem['msg']} (got {problem['input']!r})"
-        for problem in error.errors()
-    ]
-    return "\n".join(lines)
+    """The settings, with those values that are not None in place of what is configured. Raises WrongSettings."""
+    try:
+        return Settings(**{name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        raise WrongSettings(f"A setting is wrong: {wrong}. docs/settings.md lists them all.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise WrongSettings(f"sluice.toml is not valid TOML: {error}.") from None
 
 
 def _cache_dir() -> Path:

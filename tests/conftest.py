@@ -18,7 +18,7 @@ from api.relay.hub import Hub
 from scripts.store import DataFolder, server_binary, server_command, wait_until_answering
 from shared import connection, keys
 from shared.frames import Delta, End, Error, Finish, Frame, Name, Start, Take
-from shared.jobs import Job, new_id
+from shared.jobs import Job, Placement, new_id
 from shared.settings import Settings
 from tests.stack import REAL, SCRIPTED, Stack
 
@@ -186,11 +186,13 @@ class Node:
         self.gateway.start(self.hub.following)
         wait_for(lambda: self.store.sismember(keys.PROCS, self.gateway.proc))
 
-    def submit(self, prompt: str, *, tenant: str = "default", **fields: Any) -> Stream:
+    def submit(
+        self, prompt: str, *, tenant: str = "default", placement: dict[str, Any] | None = None, **fields: Any
+    ) -> Stream:
         wait_for(self.gateway.cards)
         job = Job(id=new_id(), model="scripted", prompts=[prompt], seed=1, created=int(time.time()), **fields)
         stream = Stream(self, job)
-        self.gateway.submit(job, tenant=tenant)
+        self.gateway.submit(job, Placement(tenant=tenant, **(placement or {})))
         stream.subscription.submitted = True
         return stream
 

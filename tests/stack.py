@@ -349,15 +349,22 @@ class Client:
 class Stack(Client):
     """`sluice up` in a session of its own, on a free port and a fresh data folder. A context manager.
 
-    `options` go to the command line, `settings` (lower-case names) to the environment."""
+    `options` go to the command line, `real` is the id of the model that is not scripted, `settings` (lower-case names) to the environment."""
 
     def __init__(
-        self, folder: Path, engines: Sequence[str] = (SCRIPTED,), *, options: Sequence[str] = (), **settings: object
+        self,
+        folder: Path,
+        engines: Sequence[str] = (SCRIPTED,),
+        *,
+        options: Sequence[str] = (),
+        real: str = REAL,
+        **settings: object,
     ) -> None:
         super().__init__(free_port())
         self.folder = folder
         self.engines = engines
-        if "llamacpp" in engines:
+        self.real = real
+        if "llamacpp" in engines and real == REAL:
             carried_model.ensure(Settings().cache_dir)
         inherited = {
             name: value
@@ -396,7 +403,7 @@ class Stack(Client):
         self.close()
 
     def wait_ready(self) -> None:
-        wanted = [SCRIPTED if engine == SCRIPTED else REAL for engine in self.engines]
+        wanted = [SCRIPTED if engine == SCRIPTED else self.real for engine in self.engines]
         give_up = time.monotonic() + READY_S
         while not self.serves(*wanted):
             if self.process.poll() is not None:

@@ -6,21 +6,18 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Iterable
 
 import msgspec
 import structlog
-from pydantic import ValidationError
 
 from shared import logs
 from shared.cards import ModelCard
 from shared.errors import SluiceError
 from shared.parent import die_with_parent
-from shared.settings import Settings, explain
+from shared.settings import WrongSettings, given
 from shared.store_rules import StoreRefused, check_store
 from workers.engine_loop import EngineLoop
 from workers.engines import make
-from workers.lane import Lane
 from workers.lane_worker import LaneWorker
 from workers.progress import load_progress
 from workers.tokenizer_proof import prove
@@ -52,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     die_with_parent()
     try:
-        settings = Settings()
-    except ValidationError as error:
-        print(explain(error), file=sys.stderr)
+        settings = given()
+    except WrongSettings as error:
+        print(error, file=sys.stderr)
         return 2
     logs.configure(settings.log_level, process="worker")
     if not settings.redis_url:
@@ -67,27 +64,16 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     name = options.name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
-    worker: LaneWorker | None = None
-
-    def emit(lanes: Iterable[Lane]) -> None:
-        assert worker is not None
-        worker.emit(lanes)
-
-    def died(error: Exception) -> None:
-        assert worker is not None
-        worker.engine_died(error)
-
     try:
         with load_progress() as progress:
-            loop = EngineLoop(make(options.engine, options.model, settings), progress, emit, died)
+            loop = EngineLoop(make(options.engine, options.model, settings), progress)
             loop.start()
             card = with_aliases(loop.wait_loaded(), options.alias)
             proven = prove(loop.engine, card)
     except (SluiceError, OSError, ValueError) as error:
         print(f"The {options.engine} engine could not start: {error}", file=sys.stderr)
         return 2
-    worker = LaneWorker(loop, proven.card, settings, settings.redis_url, name=name, tokenizer=proven.tokenizer)
-    return worker.work()
+    return LaneWorker(loop, proven.card, settings, settings.redis_url, name=name, tokenizer=proven.tokenizer).work()
 
 
 if __name__ == "__main__":

@@ -61,23 +61,15 @@ class Control(threading.Thread):
 
     def _listen(self, channel: Any, worker: str) -> None:
         """Until the connection breaks or the worker has another name."""
-        channel.send_command("SUBSCRIBE", keys.control_channel(worker), f"rq:pubsub:{worker}")
-        pinged = False
-        while not self._stopping.is_set() and worker == self._worker():
-            if not channel.can_read(timeout=IDLE):
-                if pinged:
-                    raise redis.ConnectionError("no answer to PING on the subscription")
-                channel.send_command("PING")
-                pinged = True
-                continue
-            pinged = False
-            answer = channel.read_response(disable_decoding=True)
-            if not isinstance(answer, list) or len(answer) < 3:
-                continue
-            if answer[0] == b"subscribe":
+        names = keys.control_channel(worker), f"rq:pubsub:{worker}"
+        listening = connection.listen(
+            channel, *names, idle=IDLE, more=lambda: not self._stopping.is_set() and worker == self._worker()
+        )
+        for kind, payload in listening:
+            if kind == b"subscribe":
                 self._resubscribed()
-            elif answer[0] == b"message":
-                self._heard(answer[2])
+            elif kind == b"message":
+                self._heard(payload)
 
     def _heard(self, payload: bytes) -> None:
         try:

@@ -197,17 +197,19 @@ class Emitter(threading.Thread):
     # -- second round trip
 
     def _publish_and_end(self, written: list[tuple[Lane, Name, bytes]], ending: list[Lane]) -> None:
-        homes: dict[str, list[tuple[str, Name, bytes]]] = defaultdict(list)
+        channels: dict[str, list[tuple[str, Name, bytes]]] = defaultdict(list)
         for lane, name, entry in written:
             if lane.home:
-                homes[lane.home].append((lane.job.id, name, entry))
+                channels[keys.node_channel(lane.home)].append((lane.job.id, name, entry))
+            if lane.fanout:
+                channels[keys.out_channel(lane.job.id)].append((lane.job.id, name, entry))
         commands: list[Command] = [
-            ("PUBLISH", keys.node_channel(home), frames.message(entries)) for home, entries in homes.items()
+            ("PUBLISH", channel, frames.message(entries)) for channel, entries in channels.items()
         ]
         commands += [self._end(lane) for lane in ending]
         if not commands:
             return
-        answers = self._exchange(commands)[len(homes) :]
+        answers = self._exchange(commands)[len(channels) :]
         for lane, answer in zip(ending, answers, strict=True):
             if isinstance(answer, redis.ResponseError):
                 self._say("end_refused", answer)
@@ -247,6 +249,7 @@ def _emit(lane: Lane, name: Name, entry: bytes) -> Command:
         str(before.s),
         entry,
         lane.home,
+        "1" if lane.fanout else "",
     )
 
 

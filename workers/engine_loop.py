@@ -28,23 +28,12 @@ IDLE = 0.5
 
 
 class EngineLoop(threading.Thread):
-    """Start it, then `wait_loaded`. `emit` gets the lanes that have something to say, after each step.
+    """Start it, `wait_loaded`, `attach`; then it takes lanes."""
 
-    `died` is called, once, from the loop's thread when the engine is beyond repair.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        progress: Progress,
-        emit: Callable[[Iterable[Lane]], None],
-        died: Callable[[Exception], None],
-    ) -> None:
+    def __init__(self, engine: Engine, progress: Progress) -> None:
         super().__init__(name="engine", daemon=True)
         self.engine = engine
         self._progress = progress
-        self._emit = emit
-        self._died = died
         self._lanes: dict[str, Lane] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
@@ -55,6 +44,11 @@ class EngineLoop(threading.Thread):
         #: Tokens sampled since the start, and when the loop last came round (monotonic, s).
         self.tokens = 0
         self.stepped_at = time.monotonic()
+
+    def attach(self, emit: Callable[[Iterable[Lane]], None], died: Callable[[Exception], None]) -> None:
+        """Before the first lane: `emit` gets the lanes that have something to say, after each step; `died` is called,
+        once, from the loop's thread, when the engine is beyond repair."""
+        self._emit, self._died = emit, died
 
     # -- from any thread
 

@@ -49,6 +49,8 @@ class Lane:
         prompts: list[PromptIds],
         *,
         home: str = "",
+        fanout: bool = False,
+        result_ttl: int = 3600,
         deadline: float = math.inf,
         end_ids: Collection[int] = (),
         hidden: Collection[int] = (),
@@ -57,6 +59,8 @@ class Lane:
         self.job = job
         self.attempt = name.a
         self.home = home
+        self.fanout = fanout
+        self.result_ttl = result_ttl
         self.deadline = deadline
         #: What the emitter has not taken yet: frames that must stand in one entry of the log, together.
         self.outbox: deque[tuple[Frame, ...]] = deque()
@@ -100,9 +104,9 @@ class Lane:
         self._dictionary = Dictionary(lambda ids: pieces(first, ids))
 
     @classmethod
-    def failed(cls, job: Job, name: Name, error: SluiceError, *, home: str) -> Lane:
+    def failed(cls, job: Job, name: Name, error: SluiceError, *, home: str, fanout: bool = False) -> Lane:
         """A lane for a job that cannot run: it has only its end."""
-        lane = cls(job, name, [PromptIds([0], 1) for _ in job.prompts or [""]], home=home)
+        lane = cls(job, name, [PromptIds([0], 1) for _ in job.prompts or [""]], home=home, fanout=fanout)
         lane.fail(error)
         return lane
 

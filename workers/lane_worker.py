@@ -10,12 +10,12 @@ its dequeueing, and its registry cleaning, which would fail running jobs.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -52,6 +52,19 @@ STAT_TTL = 30
 BOOKED_AT_ONCE = 64
 #: Longest wait at the end for what is still to be written, s.
 FLUSH = 5.0
+
+
+class _Rate:
+    """How fast a count grows, between two measurements."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count, self._seen, self._at = count, count(), time.monotonic()
+        self.per_second = 0.0
+
+    def measure(self) -> None:
+        count, now = self._count(), time.monotonic()
+        self.per_second = round((count - self._seen) / max(now - self._at, 0.1), 1)
+        self._seen, self._at = count, now
 
 
 class NoDeathPenalty(BaseDeathPenalty):
@@ -98,6 +111,7 @@ class LaneWorker(SimpleWorker):
         self._exit_status = 0
         self._stat: dict[str, Any] = {}
         self._emitter = Emitter(url, self._name, self._lane_over)
+        loop.attach(self._emitter.notify, self.engine_died)
         self._control = Control(
             url, self._name, cancelled=self._cancelled, command=self._rq_command, resubscribed=self._compare_lanes
         )
@@ -215,10 +229,6 @@ class LaneWorker(SimpleWorker):
         self._over.put((lane, won, self.name))
         self._taker.freed.set()
 
-    def emit(self, lanes: Any) -> None:
-        """Hands lanes to the emitter; what the engine's loop calls after each step."""
-        self._emitter.notify(lanes)
-
     # -- told from outside
 
     def _cancelled(self, job_id: str) -> None:
@@ -230,10 +240,6 @@ class LaneWorker(SimpleWorker):
             self._loop.fail(str(payload.get("job_id")), Cancelled("The job was stopped."), "stopped")
         elif payload["command"] == "shutdown":
             self._draining.set()
-
-    def handle_payload(self, message: dict[str, Any]) -> None:
-        """RQ's own entry for commands."""
-        self._rq_command(json.loads(message["data"]))
 
     def _compare_lanes(self) -> None:
         """Commands may have been missed: drops the lanes whose request has ended, is gone, or has another owner.
@@ -255,26 +261,25 @@ class LaneWorker(SimpleWorker):
     # -- heartbeat and figures
 
     def _heartbeat(self) -> None:
-        next_beat, strays, seen, tokens = 0.0, dict[str, str](), time.monotonic(), self._loop.tokens
+        next_beat, strays, rate = 0.0, dict[str, str](), _Rate(lambda: self._loop.tokens)
         while not self._done.wait(STAT):
-            now = time.monotonic()
+            due = time.monotonic() >= next_beat
             try:
-                self._check_stall(now)
-                if now >= next_beat:
-                    self._compare_lanes()
+                self._check_stall()
+                if due:
                     strays = self._reconcile(self._beat(), strays)
-                    next_beat = now + BEAT
-                    self._stat["tokens_per_second"] = round((self._loop.tokens - tokens) / max(now - seen, 0.1), 1)
-                    seen, tokens = now, self._loop.tokens
-                self._write_stat(force=next_beat == now + BEAT)
+                    next_beat = time.monotonic() + BEAT
+                    self._compare_lanes()
+                    rate.measure()
+                self._write_stat(rate.per_second, renew=due)
             except redis.RedisError as error:
                 log.warning("heartbeat_failed", error=str(error))
             except Exception:
                 log.exception("heartbeat_failed")
 
-    def _check_stall(self, now: float) -> None:
+    def _check_stall(self) -> None:
         """An engine that makes no step while lanes run will make none any more: the process is worth nothing."""
-        if self._lanes and now - self._loop.stepped_at > self._settings.stall_s:
+        if self._lanes and time.monotonic() - self._loop.stepped_at > self._settings.stall_s:
             self.engine_died(TimeoutError(f"no step for {self._settings.stall_s:g} s"))
 
     def _beat(self, *, register: bool = False) -> dict[str, str]:
@@ -318,7 +323,8 @@ class LaneWorker(SimpleWorker):
         self._publish_card()
         self._scripts.beat("worker", self.name, lease_ms, register=True)
 
-    def _write_stat(self, *, force: bool = False) -> None:
+    def _write_stat(self, tokens_per_second: float = 0.0, *, renew: bool = True) -> None:
+        """Writes what others see of this worker, if it has changed; `renew`: also if not, and RQ's heartbeat with it."""
         busy = len(self._lanes)
         state = WorkerStatus.BUSY if busy else WorkerStatus.IDLE
         stat = {
@@ -328,15 +334,15 @@ class LaneWorker(SimpleWorker):
             "pid": os.getpid(),
         }
         stat["free"] = self._card.lanes - busy
-        stat["tokens_per_second"] = self._stat.get("tokens_per_second", 0.0)
-        if stat == self._stat and not force:
+        stat["tokens_per_second"] = tokens_per_second
+        if stat == self._stat and not renew:
             return
         pipeline = self._store.pipeline(transaction=False)
         pipeline.hset(keys.stat(self.name), mapping=stat)
         pipeline.expire(keys.stat(self.name), STAT_TTL)
         if self.get_state() != state:
             self.set_state(state, pipeline=pipeline)
-        if force:
+        if renew:
             self.heartbeat(pipeline=pipeline)
         pipeline.execute()
         self._stat = stat
@@ -368,7 +374,7 @@ class LaneWorker(SimpleWorker):
     def _keep_result(self, lane: Lane, pipeline: Any) -> None:
         """RQ's result and counters, for the worker whose end was the request's."""
         job = RqJob(lane.job.id, connection=self._store, serializer=JSONSerializer)
-        ttl = self._settings.result_ttl_s
+        ttl = lane.result_ttl
         if isinstance(lane.terminal, End):
             value = {"choices": lane.result(), "usage": lane.terminal.usage}
             Result.create(

@@ -43,7 +43,7 @@ def lane_of(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
         log.exception("job_unreadable", job=taken.id)
         refused = InternalError()
     placeholder = Job(id=taken.id, model=card.id, prompts=[""], seed=0, created=0)
-    return Lane.failed(placeholder, taken.name, refused, home=taken.home)
+    return Lane.failed(placeholder, taken.name, refused, home=taken.home, fanout=taken.fanout)
 
 
 def _lane(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
@@ -61,6 +61,8 @@ def _lane(taken: Taken, card: ModelCard, engine: Engine) -> Lane:
         taken.name,
         prompts,
         home=taken.home,
+        fanout=taken.fanout,
+        result_ttl=taken.result_ttl,
         deadline=deadline,
         end_ids=card.end_ids,
         hidden=card.control_ids if job.skip_special else (),

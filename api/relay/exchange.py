@@ -17,7 +17,7 @@ from api.relay.builder import CompletionBuilder, Event
 from api.relay.hub import Hub
 from shared.errors import SluiceError, WorkerShutdown, revive
 from shared.frames import Error, Take
-from shared.jobs import Job
+from shared.jobs import Job, Placement
 
 log = structlog.get_logger(__name__)
 
@@ -38,10 +38,12 @@ class Exchange:
         hub: Hub,
         gateway: Gateway,
         lifecycle: Lifecycle,
+        placement: Placement = Placement(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = job
         self.builder = builder
+        self._placement = placement
         self._gateway = gateway
         self._lifecycle = lifecycle
         self._clock = clock
@@ -53,7 +55,7 @@ class Exchange:
 
     def submit(self) -> None:
         """Queues the job. Raises NoWorker, StoreUnavailable."""
-        self._gateway.submit(self.job)
+        self._gateway.submit(self.job, self._placement)
         self._submitted = True
         self._subscription.submitted = True
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import redis
 import structlog
@@ -211,8 +210,13 @@ class Hub:
             try:
                 channel.connect()
                 self._stop.wait(self._subscribe_delay)
-                channel.send_command("SUBSCRIBE", self._channel)
-                self._read(channel)
+                for kind, payload in connection.listen(channel, self._channel, idle=IDLE, more=self._running):
+                    self._away_since = None
+                    if kind == b"message":
+                        self._dispatch(payload)
+                    elif kind == b"subscribe":
+                        for subscription in self._all():
+                            self.repair_soon(subscription)
             except (redis.RedisError, OSError) as error:
                 if not self._stop.is_set() and said != str(error):
                     said = str(error)
@@ -221,26 +225,8 @@ class Hub:
                 channel.disconnect()
             self._stop.wait(RETRY)
 
-    def _read(self, channel: Any) -> None:
-        """Dispatches until the connection breaks; half-open ones are found by the ping."""
-        pinged = False
-        while not self._stop.is_set():
-            if not channel.can_read(timeout=IDLE):
-                if pinged:
-                    raise redis.ConnectionError("no answer to PING on the subscription")
-                channel.send_command("PING")
-                pinged = True
-                continue
-            pinged = False
-            answer = channel.read_response(disable_decoding=True)
-            self._away_since = None
-            if not isinstance(answer, list) or not answer:
-                continue
-            if answer[0] == b"message":
-                self._dispatch(answer[2])
-            elif answer[0] == b"subscribe":
-                for subscription in self._all():
-                    self.repair_soon(subscription)
+    def _running(self) -> bool:
+        return not self._stop.is_set()
 
     def _dispatch(self, payload: bytes) -> None:
         try:

@@ -46,7 +46,14 @@ def complete() -> Response:
     builder = CompletionBuilder(
         call.job, fingerprint=card.fingerprint, options=call.stream_options, tokens_as_ids=call.tokens_as_ids
     )
-    exchange = Exchange(call.job, builder, hub=parts.hub, gateway=parts.gateway, lifecycle=parts.lifecycle)
+    exchange = Exchange(
+        call.job,
+        builder,
+        hub=parts.hub,
+        gateway=parts.gateway,
+        lifecycle=parts.lifecycle,
+        placement=call.placement,
+    )
     letting_go = _LettingGo(exchange, parts.watcher)
     try:
         letting_go.watch(request.environ.get("gunicorn.socket"))

@@ -20,7 +20,7 @@ from api.schemas.thinking import ThinkingFields
 from shared import jobs
 from shared.cards import ENGINE_EXTRAS, ModelCard
 from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from shared.jobs import MAX_N, Job
+from shared.jobs import MAX_N, Job, Placement
 from shared.settings import Settings
 
 #: Largest best_of that is more than n.
@@ -41,6 +41,7 @@ class CompletionCall:
     tokens_as_ids: bool
     fit_from: int | None
     thinking_off: str | None
+    placement: Placement
 
 
 class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
@@ -86,7 +87,8 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
         if self.suffix and card.fim is None:
             raise UnsupportedParameter(f"{card.id} has no tokens to fill in the middle with.", param="suffix")
         self.check_output_format()
-        self._refuse_what_is_not_built()
+        if self.background:
+            raise not_built("background")
         job = Job(
             id=jobs.new_id("cmpl"),
             model=card.id,
@@ -113,6 +115,12 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
             self.return_tokens_as_token_ids,
             self.max_tokens if fit else None,
             switch if thinking is False else None,
+            Placement(
+                klass="batch" if self.service_tier == "flex" else "interactive",
+                ahead=self.priority < 0,
+                fanout=self.fanout,
+                keep=self.store,
+            ),
         )
 
     def _check_choices(self, prompts: int, settings: Settings) -> None:
@@ -150,14 +158,3 @@ class CompletionRequest(SamplingFields, OutputFormatFields, ThinkingFields):
                 param="max_tokens",
             )
         return min(self.max_tokens, most), fit
-
-    def _refuse_what_is_not_built(self) -> None:
-        for field, plain in (
-            ("service_tier", ("auto", "default")),
-            ("priority", (0,)),
-            ("background", (False,)),
-            ("fanout", (False,)),
-            ("store", (True,)),
-        ):
-            if getattr(self, field) not in plain:
-                raise not_built(field)

@@ -22,10 +22,10 @@ local function top(id) -- attempt and seq of the log's last frame; 0, 0 without 
   return tonumber(a), tonumber(s)
 end
 
-local function tell(id, home, a, s, frames) -- the process that has the client; frames is a JSON array
-  if home and home ~= '' then
-    R('PUBLISH', P .. 'node:' .. home, '{"v":1,"' .. id .. '":["' .. int(a) .. '-' .. s .. '",' .. frames .. ']}')
-  end
+local function tell(id, home, fanout, a, s, frames) -- the process that has the client, and whoever else listens
+  local message = '{"v":1,"' .. id .. '":["' .. int(a) .. '-' .. s .. '",' .. frames .. ']}' -- frames: a JSON array
+  if home and home ~= '' then R('PUBLISH', P .. 'node:' .. home, message) end
+  if fanout == '1' then R('PUBLISH', P .. 'out:' .. id, message) end
 end
 
 local function rq_time(ms) -- as RQ writes dates
@@ -64,7 +64,7 @@ end
 -- The one place where a request ends. `frame`: the terminal frame, JSON; `by`: who ended it; `status`: RQ's word for
 -- it (finished, failed, canceled, stopped). Every later write of the owner is below the log's top and refused.
 local function finish(id, frame, by, status)
-  local j = job(id, 'a', 'owner', 'origin', 'model', 'fp', 'class', 'tenant', 'home', 'status', 'exec', 'result_ttl', 'log_ttl')
+  local j = job(id, 'a', 'owner', 'origin', 'model', 'fp', 'class', 'tenant', 'home', 'status', 'exec', 'result_ttl', 'log_ttl', 'fanout')
   local origin, now = j[3] or '', clock()
   local ta, s = top(id)
   local a = math.max(tonumber(j[1]) or 0, ta) + 1
@@ -79,7 +79,7 @@ local function finish(id, frame, by, status)
   R('ZREMRANGEBYSCORE', registry .. origin, '-inf', math.floor(now / 1000)) -- nothing else may ever trim it
   R('ZADD', registry .. origin, math.floor(now / 1000) + ttl, id)
   if j[8] and j[8] ~= '' then R('SREM', P .. 'att:' .. j[8], id) end
-  tell(id, j[8], a, s + 1, '[' .. frame .. ']')
+  tell(id, j[8], j[13], a, s + 1, '[' .. frame .. ']')
   if j[2] and j[2] ~= '' and j[2] ~= by then R('PUBLISH', P .. 'ctl:' .. j[2], '["cancel","' .. id .. '"]') end
   return int(a)
 end

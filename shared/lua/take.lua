@@ -2,7 +2,7 @@
 -- Order: handed-over requests of this fingerprint, the model's own RQ queue (jobs that RQ itself enqueued), then the
 -- tenants by least requests served, interactive before batch. What is gone, ended or not queued is dropped; past its deadline: ended.
 -- ARGV  1 worker  2 free lanes  3 all lanes  4 model  5 fingerprint  6 deadline frame  7 default timeout, ms
--- Returns {'retired'} or {'ok', {id, a, s, RQ data, home, ms left, origin, log}, ...}; s names the `take` frame
+-- Returns {'retired'} or {'ok', {id, a, s, RQ data, home, ms left, origin, log, fanout, result_ttl}, ...}; s names the `take` frame
 local w, free, all, model, fp = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 if R('SISMEMBER', P .. 'workers', w) == 0 then return { 'retired' } end
 local now, out, aside, suspect = clock(), { 'ok' }, {}, false
@@ -34,7 +34,7 @@ end
 while free > 0 do
   local id, put_back = pop()
   if not id then break end
-  local j = job(id, 'a', 'status', 'dl', 'kills', 'needs', 'terminal', 'origin', 'exec', 'owner', 'queued', 'home', 'data', 'log_ttl', 'timeout')
+  local j = job(id, 'a', 'status', 'dl', 'kills', 'needs', 'terminal', 'origin', 'exec', 'owner', 'queued', 'home', 'data', 'log_ttl', 'timeout', 'fanout', 'result_ttl')
   -- an id is RQ's: letters, digits, dash, underscore; anybody can push something else
   if j[2] == 'queued' and not j[6] and string.match(id, '^[%w_-]+$') then
     local deadline = tonumber(j[3]) or now + (tonumber(j[14]) and tonumber(j[14]) * 1000 or tonumber(ARGV[7]))
@@ -68,10 +68,10 @@ while free > 0 do
       R('EXPIRE', 'rq:worker:' .. w .. ':executions', 600)
       R('SADD', 'rq:workers:' .. origin, 'rq:worker:' .. w)
       R('HSET', P .. 'lanes:' .. w, id, A)
-      tell(id, j[11], a, s + 1, frame)
+      tell(id, j[11], j[15], a, s + 1, frame)
       suspect = suspect or (tonumber(j[4]) or 0) > 0
       free = free - needs
-      out[#out + 1] = { id, A, s + 1, j[12] or '', j[11] or '', int(deadline - now), origin, s > 0 and R('XRANGE', log, '-', '+') or {} }
+      out[#out + 1] = { id, A, s + 1, j[12] or '', j[11] or '', int(deadline - now), origin, s > 0 and R('XRANGE', log, '-', '+') or {}, j[15] or '', tonumber(j[16]) or 3600 }
     end
   end
 end

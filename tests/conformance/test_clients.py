@@ -18,6 +18,7 @@ import pytest
 
 from tests.conformance import environments
 from tests.stack import REAL, Stack
+from tests.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,11 +38,11 @@ def url(stack: Stack) -> str:
     return f"http://127.0.0.1:{stack.port}"
 
 
-def run_node(stack: Stack, script: str) -> dict[str, Any]:
+def run_node(stack: Stack, script: str, model: str = REAL) -> dict[str, Any]:
     if shutil.which("npm") is None:
         pytest.skip("needs Node.js 20 or newer")
     folder = environments.node("node")
-    return read(["node", script, url(stack), REAL, PROMPT], cwd=folder)
+    return read(["node", script, url(stack), model, PROMPT], cwd=folder)
 
 
 def check(
@@ -82,8 +83,20 @@ def test_continue(stack: Stack) -> None:
     found = run_node(stack, "continue.mjs")
     check(found, stack)
     assert found["error"] == BAD_FIELD
-    # The carried model has no fill-in-the-middle tokens: a model that has some would complete here.
-    assert found["suffix"] == {"status": 400, "code": "unsupported_parameter", "param": "suffix"}
+    assert found["suffix"] == {
+        "status": 400,
+        "code": "unsupported_parameter",
+        "param": "suffix",
+    }  # it has no such tokens
+
+
+def test_continue_fills_in_the_middle(tmp_path: Path) -> None:
+    """On a tiny random model that has the tokens: what comes is what plain HTTP gives for prompt and suffix."""
+    model = write_tiny_model(tmp_path / "tiny.gguf")
+    with Stack(tmp_path, ("llamacpp",), options=["--model", f"{model}=tiny"], real="tiny") as stack:
+        found = run_node(stack, "continue.mjs", "tiny")
+        asked = {**FIELDS, "model": "tiny", "suffix": "\n    return c\n"}
+        assert found["suffix"]["text"] == stack.complete("def add(a, b):\n", **asked).text
 
 
 def test_langchain(stack: Stack) -> None:

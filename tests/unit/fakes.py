@@ -13,7 +13,7 @@ from api.relay.hub import ClientGone
 from shared.cards import ModelCard
 from shared.errors import ModelNotFound, SluiceError
 from shared.frames import End, Error, Frame, Name
-from shared.jobs import Job
+from shared.jobs import Job, Placement
 
 CARD = ModelCard(
     id="scripted", engine="scripted", context=1000, vocab_size=65536, lanes=4, fingerprint="fp", aliases=("alias",)
@@ -86,7 +86,7 @@ class FakeStore:
         self.calls.append("stop")
 
     # gateway
-    def submit(self, job: Job, *, tenant: str = "default", klass: str = "interactive") -> None:
+    def submit(self, job: Job, placement: Placement = Placement()) -> None:  # noqa: B008 - frozen
         self.calls.append("submit")
         self.jobs.append(job)
         for item in self.script(job) if self.script else ():

@@ -32,7 +32,7 @@ class TimedStore(FakeStore):
         self.detach_times: list[float] = []
         self.watcher: Watcher | None = None
 
-    def submit(self, job: Job, **_: Any) -> None:
+    def submit(self, job: Job, *_: Any) -> None:
         super().submit(job)
         gevent.spawn(self._tell, job)
 

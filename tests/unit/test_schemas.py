@@ -14,6 +14,7 @@ from api.strict_json import parse
 from shared import jobs
 from shared.cards import Fim, ModelCard
 from shared.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from shared.jobs import Placement
 from shared.settings import Settings
 
 CARD = ModelCard(id="m", engine="scripted", context=100, vocab_size=65536, lanes=4, fingerprint="fp")
@@ -83,8 +84,7 @@ def test_wrong_values_name_their_field(field: str, value: Any) -> None:
 NOT_BUILT = [
     ("suffix", "x"), ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}),
-    ("regex", "a+"), ("grammar", "x"), ("choice", ["a"]), ("background", True), ("fanout", True), ("store", False),
-    ("priority", -1), ("service_tier", "flex"), ("dry_multiplier", 0.8),
+    ("regex", "a+"), ("grammar", "x"), ("choice", ["a"]), ("background", True), ("dry_multiplier", 0.8),
     ("xtc_probability", 0.1), ("mirostat_tau", 5), ("token_healing", True), ("banned_strings", ["a"]),
 ]  # fmt: skip
 
@@ -272,6 +272,15 @@ def test_every_form_of_prompt_reaches_the_job() -> None:
         assert job(prompt=prompt).prompts == prompts
     for prompt in ([], [1, "a"], [[1], "a"], [[]], [True], [1.0], [-1], [[-1]], [9223372036854775808], {"a": 1}):
         assert refused({"prompt": prompt}).param == "prompt"
+
+
+def test_how_a_request_is_placed() -> None:
+    assert call({"prompt": "x"}).placement == Placement()
+    assert call({"prompt": "x", "service_tier": "flex"}).placement == Placement(klass="batch")
+    assert call({"prompt": "x", "service_tier": "priority", "priority": 5}).placement == Placement()
+    assert call({"prompt": "x", "priority": -1, "fanout": True, "store": False}).placement == Placement(
+        ahead=True, fanout=True, keep=False
+    )
 
 
 def test_scoring_is_max_tokens_0_with_echo_and_logprobs() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from scripts import ports
 from scripts.up import CannotStart, Options, _numbered, base_url, parse_workers, pools, up
-from shared.settings import Settings
+from shared.settings import Settings, WrongSettings, given
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
 
@@ -96,3 +96,14 @@ def test_an_address_open_to_everyone_is_refused_before_anything_runs(tmp_path: P
     with pytest.raises(CannotStart, match="--insecure"):
         up(Options(("scripted",)), Settings(host="0.0.0.0", data_dir=tmp_path / "data"))
     assert not (tmp_path / "data").exists()
+
+
+def test_settings_that_are_wrong_are_said_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sluice.toml").write_text("port 9104\n")
+    with pytest.raises(WrongSettings, match=r"sluice\.toml.*line 1"):
+        given()
+    (tmp_path / "sluice.toml").write_text("port = 'many'\n")
+    with pytest.raises(WrongSettings, match=r"port: .*'many'"):
+        given()
+    assert given(port=9105).port == 9105

@@ -16,11 +16,8 @@ from typing import Literal
 
 from shared.cards import ModelCard
 from shared.errors import SluiceError
+from shared.frames import Logprob as Logprob
 from shared.sampling import SamplingParams
-
-#: One token's raw logprobs: its own, and the N best as (id, logprob), best first; behind them the token itself if it
-#: is none of them. So its own number always stands in the list, and N = 0 lists it alone.
-Logprob = tuple[float, list[tuple[int, float]]]
 
 #: Called while a model loads, with the part done (0..1) and a word for what is being done.
 Progress = Callable[[float, str], None]

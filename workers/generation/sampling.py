@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from shared.frames import Logprob
 from shared.sampling import SamplingParams
-
-#: One token's raw logprobs: its own, and (id, logprob) of the best N, best first, its own always among them.
-Logprob = tuple[float, list[tuple[int, float]]]
 
 Logits = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32]
