@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 BEAT = 3.0
 #: Seconds for which what is known of models and workers is used again.
 FRESH = 0.2
+#: The same before a request is refused for what is not known: another process may already have shown the model.
+REFUSABLE = 0.02
 #: How long a worker's lease must be missing before it counts as dead, s: its next beat may be under way.
 MISSING = 2.0
 #: Grace for whoever runs or takes a request to end it at its deadline itself, ms.
@@ -89,7 +91,7 @@ class Gateway:
 
     def submit(self, job: Job, placement: Placement = Placement()) -> None:  # noqa: B008 - frozen
         """Queues the request. Raises NoWorker if nothing serves its model and nothing could start a worker for it."""
-        if job.model not in self._knowledge().served:
+        if job.model not in self._knowledge().served and job.model not in self._knowledge(REFUSABLE).served:
             raise NoWorker(f"No worker serves the model {job.model!r} at the moment.")
         settings = self._settings
         data = jobs.to_rq(job)
@@ -185,7 +187,15 @@ class Gateway:
         """The card of a model by id or alias; None = the default model. `unserved`: the default may be a model that
         nobody serves at the moment, if none is served.
 
-        Raises ModelNotFound, or InvalidRequest if no model was named and there is no default."""
+        Raises ModelNotFound, or InvalidRequest if no model was named and there is no default; never for a model that
+        came since the store was last asked."""
+        try:
+            return self._card(model, unserved)
+        except (ModelNotFound, NoWorker, InvalidRequest):
+            self._knowledge(REFUSABLE)
+            return self._card(model, unserved)
+
+    def _card(self, model: str | None, unserved: bool) -> ModelCard:
         name = model if model is not None else self._settings.default_model
         every = self._knowledge().cards
         if name is None:
@@ -256,10 +266,10 @@ class Gateway:
         counts = zip(names, answers[::2], answers[1::2], strict=True)
         return [{"name": name, "streams": count} for name, alive, count in counts if alive]
 
-    def _knowledge(self) -> _Knowledge:
-        """Read again when older than FRESH, by one caller for all."""
+    def _knowledge(self, oldest: float = FRESH) -> _Knowledge:
+        """Read again when older than so many seconds, by one caller for all."""
         with self._reading:
-            if self._known is None or time.monotonic() - self._known.read_at > FRESH:
+            if self._known is None or time.monotonic() - self._known.read_at > oldest:
                 self._known = self._read_knowledge()
             return self._known
 

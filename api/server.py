@@ -104,8 +104,11 @@ class ApiWorker(GeventWorker):  # type: ignore[misc]
         self._stopping = gevent.event.Event()
         super().init_signals()
 
+    def init_process(self) -> None:
+        die_with_parent()  # first of all: fork has cleared the death signal
+        super().init_process()
+
     def load_wsgi(self) -> None:
-        die_with_parent()
         super().load_wsgi()
         app = self.wsgi
         self.services = services_of(app)
