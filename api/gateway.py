@@ -36,8 +36,9 @@ log = structlog.get_logger(__name__)
 BEAT = 3.0
 #: Seconds for which what is known of models and workers is used again.
 FRESH = 0.2
-#: The same before a request is refused for what is not known: another process may already have shown the model.
-REFUSABLE = 0.02
+#: The same where another process may already have shown something newer: before a request is refused for what is not
+#: known, and in the status.
+JUST_NOW = 0.02
 #: How long a worker's lease must be missing before it counts as dead, s: its next beat may be under way.
 MISSING = 2.0
 #: Grace for whoever runs or takes a request to end it at its deadline itself, ms.
@@ -91,7 +92,7 @@ class Gateway:
 
     def submit(self, job: Job, placement: Placement = Placement()) -> None:  # noqa: B008 - frozen
         """Queues the request. Raises NoWorker if nothing serves its model and nothing could start a worker for it."""
-        if job.model not in self._knowledge().served and job.model not in self._knowledge(REFUSABLE).served:
+        if job.model not in self._knowledge().served and job.model not in self._knowledge(JUST_NOW).served:
             raise NoWorker(f"No worker serves the model {job.model!r} at the moment.")
         settings = self._settings
         data = jobs.to_rq(job)
@@ -192,7 +193,7 @@ class Gateway:
         try:
             return self._card(model, unserved)
         except (ModelNotFound, NoWorker, InvalidRequest):
-            self._knowledge(REFUSABLE)
+            self._knowledge(JUST_NOW)
             return self._card(model, unserved)
 
     def _card(self, model: str | None, unserved: bool) -> ModelCard:
@@ -226,8 +227,8 @@ class Gateway:
             return False
 
     def status(self) -> dict[str, Any]:
-        """Models, workers, queues and API processes, as `GET /v1/status` shows them; at most 0.3 s old."""
-        _, every, served, workers = self._knowledge()
+        """Models, workers, queues and API processes, as `GET /v1/status` shows them; at most JUST_NOW old."""
+        _, every, served, workers = self._knowledge(JUST_NOW)
         live: dict[str, int] = {}
         for worker in workers:
             live[worker["model"]] = live.get(worker["model"], 0) + 1
