@@ -17,6 +17,7 @@ from flask import Flask, Response, g, request
 from werkzeug.wsgi import ClosingIterator
 
 from api.body import close_after, leftover_is_large, linger
+from api.cors import tell_origin
 from api.lifecycle import Lifecycle
 from shared.errors import Forbidden, InvalidRequest, UnsupportedParameter
 from shared.settings import Settings
@@ -53,6 +54,7 @@ class Edge:
 
 def install(app: Flask, settings: Settings) -> None:
     known_hosts = LOOPBACK_HOSTS | {host.lower() for host in settings.allowed_hosts}
+    origins = frozenset(settings.cors_origins)
 
     @app.before_request
     def arrive() -> None:
@@ -60,7 +62,7 @@ def install(app: Flask, settings: Settings) -> None:
         g.request_id = _request_id()
         _check_framing()
         if request.path not in PROBES:
-            _check_host(known_hosts)
+            _check_host(known_hosts, origins)
 
     @app.after_request
     def leave(response: Response) -> Response:
@@ -69,6 +71,7 @@ def install(app: Flask, settings: Settings) -> None:
         for header in ("x-sluice-id", "x-sluice-ignored", "x-sluice-max-tokens"):
             if header in g:
                 response.headers[header] = g.get(header)
+        tell_origin(response, origins)
         if leftover_is_large(request.environ):
             close_after(request.environ)
             connection = request.environ.get("gunicorn.socket")
@@ -114,14 +117,14 @@ def _check_framing() -> None:
         raise InvalidRequest("Transfer-Encoding must be chunked, or absent.", code="bad_request")
 
 
-def _check_host(known: frozenset[str]) -> None:
+def _check_host(known: frozenset[str], origins: frozenset[str]) -> None:
     """Without keys, a web page must not reach us by way of its visitor's browser: neither under a name of its own
     (DNS rebinding) nor by a request across origins."""
     host = _HOST.fullmatch(request.environ.get("HTTP_HOST", ""))
     if host is None or host["name"].lower() not in known:
         raise Forbidden("This Host is not known here; see the setting allowed_hosts.")
     origin = request.environ.get("HTTP_ORIGIN")
-    if origin is None:
+    if origin is None or origin in origins:
         return
     try:
         parts = urlsplit(origin)

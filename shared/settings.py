@@ -103,6 +103,10 @@ class Settings(BaseSettings):
     allowed_hosts: list[str] = Field(
         default_factory=list, description="Host names that open mode answers to, besides the loopback ones."
     )
+    cors_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins whose web pages may use the API (`https://app.example`). None: CORS is off.",
+    )
     insecure: bool = Field(
         False, description="Listen on other than loopback addresses although no API key is configured."
     )

@@ -217,7 +217,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Another one with one lane an engine, a short context of the real model, comments each second, and an alias."""
+    """Another one with one lane an engine, a short context of the real model, comments each second, an alias, and an
+    origin whose pages may use it."""
     with Stack(
         tmp_path_factory.mktemp("narrow"),
         (SCRIPTED, "llamacpp"),
@@ -225,6 +226,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         lanes=1,
         context_length=512,
         sse_heartbeat_s=1,
+        cors_origins='["https://app.example"]',
     ) as stack:
         yield stack
 

@@ -1,7 +1,7 @@
 """Field cases of HTTP and JSON, most of them over bare sockets, on the whole product.
 
-FB-014, FB-039 and FB-040 are in test_field_cases.py. Not applicable yet: FB-036 and FB-037 (CORS cannot be switched on),
-FB-106 (there are no API keys), FB-105 through nginx (its configuration does not come with the product yet), and of
+FB-014, FB-039 and FB-040 are in test_field_cases.py. Not applicable yet: FB-106, and of FB-036 and FB-037 what concerns
+keys (there are no API keys), FB-105 through nginx (its configuration does not come with the product yet), and of
 FB-101 and FB-102 what concerns schemas, batch lines and file names.
 """
 
@@ -320,3 +320,50 @@ def test_fb109_the_limit_holds_without_a_length(stack: Stack) -> None:
     assert refused(answers(raw)[0], 413, code="body_too_large")
     small = request(JSON, "Transfer-Encoding: chunked", "Connection: close") + CHUNKED
     assert answers(exchange(stack, small))[0].text == "a b"
+
+
+# -- CORS
+
+PAGE = "https://app.example"
+PREFLIGHT = {
+    "Content-Type": "",
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+def test_fb036_a_preflight_is_answered_where_the_origin_is_allowed(narrow: Stack, stack: Stack) -> None:
+    answer = narrow.call("OPTIONS", "/v1/completions", headers=PREFLIGHT)
+    assert answer.status == 204
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].split(", "))
+    assert "Origin" in answer.headers["vary"]
+    for other, origin in ((narrow, "https://evil.example"), (narrow, PAGE + ".evil.example"), (stack, PAGE)):
+        answer = other.call("OPTIONS", "/v1/completions", headers={**PREFLIGHT, "Origin": origin})
+        assert answer.status == 403
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_fb037_errors_carry_the_headers_of_successes(narrow: Stack) -> None:
+    page = {"Origin": PAGE}
+    ok = {"model": SCRIPTED, "prompt": script("a")}
+    cases: list[tuple[int, str, str, dict[str, Any]]] = [
+        (200, "POST", "/v1/completions", {"body": ok}),
+        (400, "POST", "/v1/completions", {"raw": b"{"}),
+        (404, "POST", "/v1/nothing", {"body": {}}),
+        (405, "GET", "/v1/completions", {}),
+        (413, "POST", "/v1/completions", {"raw": b"x" * (LIMIT + 1)}),
+        (415, "POST", "/v1/completions", {"raw": b"x", "type": "text/plain"}),
+        (500, "POST", "/v1/completions", {"body": {**ok, "prompt": script("a", error_after=0)}}),
+    ]
+    for status, method, path, sent in cases:
+        headers = {**page, "Content-Type": sent.pop("type", "application/json")}
+        answer = narrow.call(method, path, headers=headers, **sent)
+        assert (answer.status, answer.headers.get("access-control-allow-origin")) == (status, PAGE), (path, answer)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    failing = {"model": SCRIPTED, "prompt": script("a", "b", delay_ms=300, error_after=1), "stream": True}
+    answer = narrow.call("POST", "/v1/completions", failing, headers=page)
+    assert answer.status == 200 and b'"error"' in answer.raw
+    assert answer.headers["access-control-allow-origin"] == PAGE

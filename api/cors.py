@@ -1,0 +1,38 @@
+"""Cross-origin requests from browsers (the Fetch standard's CORS protocol), for the origins that a setting names.
+
+Off by default: then no response says anything about origins. Errors carry the same headers as successes, or a browser
+would hide them from the page.
+"""
+
+from __future__ import annotations
+
+from flask import Response, request
+
+#: Request headers that a page may send.
+ALLOWED_HEADERS = (
+    "authorization, content-type, idempotency-key, last-event-id, x-api-key, x-client-request-id, x-request-deadline-ms, "
+    "x-request-id, x-resume-grace"
+)
+#: Response headers that a page may read.
+EXPOSED_HEADERS = (
+    "openai-processing-ms, retry-after, retry-after-ms, x-request-id, x-should-retry, x-sluice-id, x-sluice-ignored, "
+    "x-sluice-max-tokens"
+)
+#: How long a browser may keep the answer to a preflight, s.
+MAX_AGE = "600"
+
+
+def tell_origin(response: Response, origins: frozenset[str]) -> None:
+    """Adds what the request's origin may do, if it is one of `origins` (compared as written: scheme, host, port)."""
+    if not origins:
+        return
+    response.vary.add("Origin")
+    origin = request.environ.get("HTTP_ORIGIN")
+    if origin not in origins:
+        return
+    response.headers["Access-Control-Allow-Origin"] = origin
+    response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+        response.headers["Access-Control-Allow-Methods"] = response.headers.get("Allow", "")
+        response.headers["Access-Control-Allow-Headers"] = ALLOWED_HEADERS
+        response.headers["Access-Control-Max-Age"] = MAX_AGE
