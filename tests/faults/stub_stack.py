@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 
 from scripts.child import Program
@@ -47,8 +48,13 @@ def program(kind: str) -> Program:
     return Program(kind, role, lambda run: [*command, run])
 
 
+_saying = threading.Lock()
+
+
 def say(line: str) -> None:
-    print(f"{time.monotonic():.3f} up {line}", flush=True)
+    """Whole lines, also from several threads at once: print() writes the text and the line's end apart."""
+    with _saying:
+        print(f"{time.monotonic():.3f} up {line}", flush=True)
 
 
 def main(kinds: list[str]) -> None:
