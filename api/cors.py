@@ -6,9 +6,12 @@ would hide them from the page.
 
 from __future__ import annotations
 
+import re
+
 from flask import Response, request
 
-#: Request headers that a page may send.
+#: What a page may send: whatever headers it names (clients add their own, such as x-stainless-*), else these.
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9, -]{1,1024}")
 ALLOWED_HEADERS = (
     "authorization, content-type, idempotency-key, last-event-id, x-api-key, x-client-request-id, x-request-deadline-ms, "
     "x-request-id, x-resume-grace"
@@ -34,5 +37,7 @@ def tell_origin(response: Response, origins: frozenset[str]) -> None:
     response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
         response.headers["Access-Control-Allow-Methods"] = response.headers.get("Allow", "")
-        response.headers["Access-Control-Allow-Headers"] = ALLOWED_HEADERS
+        asked = request.headers.get("Access-Control-Request-Headers", "")
+        response.headers["Access-Control-Allow-Headers"] = asked if _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS
+        response.vary.add("Access-Control-Request-Headers")
         response.headers["Access-Control-Max-Age"] = MAX_AGE

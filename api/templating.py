@@ -82,6 +82,9 @@ class Renderer:
             raise TemplateFailed(
                 f"The model's chat template took more than {self._limit:g} s or too much memory."
             ) from None
+        except BaseException:  # its answer is still to come, and must not be the next one's
+            child.kill()
+            raise
         finally:
             self._idle.put(child)
         if "rendered" in answer:

@@ -85,6 +85,8 @@ class Tails:
                 template, [{**chat, **dict.fromkeys(SWITCHES, value)} for value in (False, True)]
             )
         except SluiceError as failure:
+            if failure.status >= 500:  # no fault of the template
+                raise
             if len(self._failed) >= KEPT:
                 self._failed.clear()
             self._failed[key] = (self._clock() + PAUSE, failure)

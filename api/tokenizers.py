@@ -99,6 +99,17 @@ def special_tokens(card: ModelCard, tokenizer: JsonTokenizer | None) -> dict[str
     }
 
 
+def template_tokens(card: ModelCard, tokenizer: JsonTokenizer | None) -> dict[str, str]:
+    """`special_tokens` for a template: one that the model has not is left undefined, or it would be written "None"; one
+    whose text is not known here is empty."""
+    ids = {"bos_token": card.bos_id, "eos_token": card.eos_id, "pad_token": card.pad_id}
+    return {
+        name: text if text is not None else ""
+        for name, text in special_tokens(card, tokenizer).items()
+        if text is not None or ids[name] is not None
+    }
+
+
 def aside(size: int, work: Callable[[], T]) -> T:
     """The result of `work`; in a thread of its own if its input is large and greenlets share this one."""
     if size <= LARGE or not monkey.is_module_patched("threading"):

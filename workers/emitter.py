@@ -187,7 +187,6 @@ class Emitter(threading.Thread):
         """emit.lua found another frame on top than the one this lane wrote last."""
         if top.a > lane.attempt or top.s > lane.written.s:
             log.debug("fenced", job=lane.job.id, attempt=lane.attempt, top=str(top))
-            # Not lane.drop(): the engine's thread still has to see which choices run, to cancel them.
             lane.dropped = True
             self._over(lane, False)
             return

@@ -92,6 +92,8 @@ class Lane:
         self._sums = [0.0] * job.choices  # raw logprobs of the sampled tokens, for best_of
         self._deltas: dict[int, Delta] = {}
         self._open = set(range(job.choices))
+        #: Choices that the engine still has, whatever became of them here.
+        self._in_engine = set(range(job.choices))
         self._requests = [self._request(index) for index in range(job.choices)]
         self._scores: dict[int, PromptScores] = {}
         #: Of each prompt whose logprobs are not all there: what its other choices said meanwhile.
@@ -146,13 +148,15 @@ class Lane:
 
     def open_requests(self) -> Iterable[str]:
         """Ids of the engine requests that have not ended."""
-        return [f"{self.job.id}/{index}" for index in self._open]
+        return [f"{self.job.id}/{index}" for index in self._in_engine]
 
     def on_event(self, index: int, event: Started | PromptLogprobs | Token | Finished | Failed) -> bool:
         """Takes in one event of choice `index`. True: the engine should stop that choice, it is done.
 
         The logprobs of a prompt come in pieces, with its first choice; the others need them whole before their text,
         and wait for them here."""
+        if isinstance(event, Finished | Failed):
+            self._in_engine.discard(index)
         if self.over:
             return False
         if index not in self._open:

@@ -73,7 +73,8 @@ class PromptScores:
         end = len(tokens) - hidden
         self._tokens = list(tokens[added:end])
         pieces = pieces[added:end]
-        if text is not None and pieces and pieces[0].startswith(b" ") and b"".join(pieces) == b" " + text.encode():
+        spaced = text is not None and not text.startswith(" ") and pieces and pieces[0].startswith(b" ")
+        if spaced and text is not None and (b" " + text.encode()).startswith(b"".join(pieces)):
             pieces = [pieces[0][1:], *pieces[1:]]
         self.pieces = pieces
         self._offsets = offsets(pieces)

@@ -189,4 +189,6 @@ class Taker(threading.Thread):
             else:
                 self._prepare(job)
         if not taken:
-            self._store.blpop([keys.bell(card.id)], timeout=connection.BLOCK_TIMEOUT / 2)
+            # With lanes running, one that waits for more lanes than are free does not ring when they become free.
+            idle = free >= card.lanes
+            self._store.blpop([keys.bell(card.id)], timeout=connection.BLOCK_TIMEOUT / 2 if idle else 0.2)

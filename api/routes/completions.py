@@ -22,7 +22,7 @@ from api.relay.watcher import Watch, Watcher
 from api.schemas.completions import CompletionCall, CompletionRequest
 from api.services import Services, services
 from api.templating import TemplateFailed
-from api.tokenizers import special_tokens
+from api.tokenizers import template_tokens
 from shared.cards import ModelCard
 from shared.errors import Cancelled, WorkerShutdown
 
@@ -114,7 +114,7 @@ def _without_thinking(parts: Services, call: CompletionCall, card: ModelCard, ig
     if field is None:
         return call
     try:
-        tail = parts.tails.of(card.chat_template, **special_tokens(card, parts.tokenizers.of(card)))
+        tail = parts.tails.of(card.chat_template, **template_tokens(card, parts.tokenizers.of(card)))
     except TemplateFailed as failed:
         raise TemplateFailed(failed.message, param=field) from None
     if tail is None:

@@ -18,7 +18,7 @@ from api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from api.services import Services, services
 from api.templating import TemplateFailed
 from api.thinking import SWITCHES
-from api.tokenizers import aside, special_tokens
+from api.tokenizers import aside, special_tokens, template_tokens
 from shared.cards import ModelCard
 from shared.errors import InvalidRequest, Unavailable
 from shared.tokenizer import JsonTokenizer
@@ -41,13 +41,18 @@ def tokenize() -> Response:
     card, tokenizer = _model(parts, fields.model)
     text = fields.prompt if fields.prompt is not None else _chat(parts, fields, card, tokenizer)
     add_special = fields.adds_special
-    ids = aside(len(text), lambda: tokenizer.encode(text, add_special=add_special))
+
+    def read() -> tuple[list[int], list[str | None] | None]:
+        ids = tokenizer.encode(text, add_special=add_special)
+        return ids, [tokenizer.name(number) for number in ids] if fields.return_token_strs else None
+
+    ids, names = aside(len(text), read)
     return _json(
         {
             "count": len(ids),
             "max_model_len": card.context,
             "tokens": ids,
-            "token_strs": [tokenizer.name(number) for number in ids] if fields.return_token_strs else None,
+            "token_strs": names,
         }
     )
 
@@ -98,7 +103,7 @@ def _chat(parts: Services, fields: TokenizeRequest, card: ModelCard, tokenizer: 
     if card.chat_template is None:
         raise InvalidRequest(f"{card.id} has no chat template.", param="messages")
     variables: dict[str, Any] = {
-        **special_tokens(card, tokenizer),
+        **template_tokens(card, tokenizer),
         "messages": read_messages(fields.messages or []),
         "add_generation_prompt": fields.add_generation_prompt,
     }

@@ -338,8 +338,11 @@ def test_fb036_a_preflight_is_answered_where_the_origin_is_allowed(narrow: Stack
     assert answer.status == 204
     assert answer.headers["access-control-allow-origin"] == PAGE
     assert "POST" in answer.headers["access-control-allow-methods"]
-    assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].split(", "))
+    assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].split(","))
     assert "Origin" in answer.headers["vary"]
+    asked = {**PREFLIGHT, "Access-Control-Request-Headers": "authorization,x-stainless-lang,x-stainless-retry-count"}
+    allowed = narrow.call("OPTIONS", "/v1/completions", headers=asked).headers["access-control-allow-headers"]
+    assert "x-stainless-retry-count" in allowed, "what the official client sends from a browser"
     for other, origin in ((narrow, "https://evil.example"), (narrow, PAGE + ".evil.example"), (stack, PAGE)):
         answer = other.call("OPTIONS", "/v1/completions", headers={**PREFLIGHT, "Origin": origin})
         assert answer.status == 403

@@ -136,3 +136,13 @@ def test_hanging_up_on_fast_streams_leaves_no_lane_behind(narrow: Stack) -> None
             stream.goes_on(2)
             stream.leave()
         assert narrow.complete(script("o", "k"), timeout=10).text == "ok"
+
+
+def test_a_choice_that_fails_leaves_no_sibling_behind(start_worker: Callable[..., Worker], node: Node) -> None:
+    """With one lane, a sibling that runs on for ever would keep everybody else out."""
+    start_worker(lanes=2)
+    prompt = json.dumps({"pieces": ["a"], "choices": [{"error_after": 1}, {"repeat": 0}]})
+    stream = node.submit(prompt, n=2).read()
+    assert stream.error is not None and stream.error["code"] == "internal_error"
+    both = node.submit(script("o", "k"), n=2).read(timeout=10)
+    assert both.text == "ookk"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shared.errors import EngineOverloaded
 from shared.frames import Delta, Finish, Name, Prompt, Start
 from shared.jobs import Job
-from workers.engines.base import Finished, PromptLogprobs, Started, Token
+from workers.engines.base import Failed, Finished, PromptLogprobs, Started, Token
 from workers.lane import Lane, PromptIds
 
 
@@ -48,3 +49,15 @@ def test_bytes_of_an_id_come_with_the_first_frame_that_needs_them() -> None:
     lane.flush()
     deltas = [frame for entry in lane.outbox for frame in entry if isinstance(frame, Delta)]
     assert [(delta.i, delta.p) for delta in deltas] == [(1, {7: "78"}), (0, {})]
+
+
+def test_a_choice_that_fails_takes_its_siblings_out_of_the_engine() -> None:
+    job = Job(id="j", model="m", prompts=["x"], seed=1, created=0, n=3)
+    lane = Lane(job, Name(1, 1), [PromptIds([1], 10)])
+    for index in range(3):
+        lane.on_event(index, Started(f"j/{index}"))
+    lane.on_event(1, Failed("j/1", EngineOverloaded("no memory")))
+    assert lane.over
+    assert set(lane.open_requests()) == {"j/0", "j/2"}
+    lane.on_event(0, Finished("j/0", "length"))
+    assert set(lane.open_requests()) == {"j/2"}

@@ -126,6 +126,7 @@ void llama_free(llama_context * ctx);
 bool llama_model_has_encoder(const llama_model * model);
 bool llama_model_has_decoder(const llama_model * model);
 bool llama_model_is_recurrent(const llama_model * model);
+int32_t llama_model_n_swa(const llama_model * model);
 bool llama_model_is_hybrid(const llama_model * model);
 int32_t llama_model_n_ctx_train(const llama_model * model);
 int32_t llama_model_meta_val_str(const llama_model * model, const char * key, char * buf, size_t buf_size);

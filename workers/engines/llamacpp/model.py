@@ -103,9 +103,12 @@ class Model:
         self.chat_template: str | None = None
         if template != self._ffi.NULL:
             self.chat_template = self._ffi.string(template).decode("utf-8", "replace")
-        #: Its memory can be cut off and shared at any token; the state of a recurrent model is one for all tokens.
+        #: Its memory can be cut off and shared at any token. The state of a recurrent model is one for all tokens, and
+        #: one with a sliding window may have given away the cells of a prefix.
         self.shares_prefixes = not (
-            self._lib.llama_model_is_recurrent(self.pointer) or self._lib.llama_model_is_hybrid(self.pointer)
+            self._lib.llama_model_is_recurrent(self.pointer)
+            or self._lib.llama_model_is_hybrid(self.pointer)
+            or self._lib.llama_model_n_swa(self.pointer) > 0
         )
         #: Raw bytes of every token, special ones as they are written.
         self.pieces = self._pieces()
