@@ -48,13 +48,20 @@ def tail_of(off: str, on: str) -> str | None:
         return None
     if PROBE in off and PROBE in on:
         off, on = off.rpartition(PROBE)[2], on.rpartition(PROBE)[2]
+    tail = _without_header(off, on)
+    if not tail:
+        return "" if off != on else None
+    if not _TAIL.match(tail) and on and on in off:
+        # The template also writes something to the user's words (GLM-4.5: /nothink): look behind that.
+        tail = _without_header(off[off.rindex(on) :], on)
+    return tail if _TAIL.match(tail) else None
+
+
+def _without_header(off: str, on: str) -> str:
     length = next((k for k, (a, b) in enumerate(zip(off, on, strict=False)) if a != b), min(len(off), len(on)))
     header = _CUT_TAG.sub("", off[:length]) if length < len(off) else off
     header = _OPEN_AT_END.sub("", header)
-    tail = off[len(header) :]
-    if not tail:
-        return "" if off != on else None
-    return tail if _TAIL.match(tail) else None
+    return off[len(header) :]
 
 
 class Tails:

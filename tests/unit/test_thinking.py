@@ -42,6 +42,13 @@ FAMILIES = {
         "<|assistant|>",
         "\n<think></think>",
     ),
+    "glm-4.5-like that writes to the user's words too": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+        "{{ '/nothink' if enable_thinking is false else '' }}{% endfor %}" + OPEN + "<|assistant|>"
+        "{{ '\\n<think></think>' if enable_thinking is false else '' }}{% endif %}",
+        "<|assistant|>",
+        "\n<think></think>",
+    ),
     "deepseek-v3.1-like": (
         "{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}" + OPEN + "<｜Assistant｜>"
         "{% if thinking %}<think>{% else %}</think>{% endif %}{% endif %}",
