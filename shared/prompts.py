@@ -60,7 +60,10 @@ def prompt_ids(prompt: str | list[int], job: Job, *, bos_id: int | None, encode:
     if job.parse_special and prompt:
         together = encode(prompt + tail, add_special=job.add_special, parse_special=True)
         common = next((k for k, (a, b) in enumerate(zip(ids, together, strict=False)) if a != b), len(ids))
-        return Ids(together, added, len(together) - min(common, len(together)))
+        # A token of both would have to be shown for the prompt's end and hidden for the tail's beginning.
+        shown = job.echo and job.logprobs is not None
+        if common == len(ids) or not shown:
+            return Ids(together, added, len(together) - min(common, len(together)))
     more = encode(tail, add_special=False, parse_special=True)
     return Ids([*ids, *more], added, len(more))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -130,3 +131,16 @@ def test_hidden_tokens_count_and_have_no_logprobs() -> None:
 
 def _pieces(request: EngineRequest, tokens: Any) -> list[bytes]:
     return [PLAIN.decode([token]).encode() for token in tokens]
+
+
+def test_a_token_of_prompt_and_tail_is_parted_where_the_prompts_logprobs_are_shown() -> None:
+    """It could not be shown for the prompt's end and hidden for the tail's beginning."""
+
+    def encode(text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return [1000 if part == "\n\n" else ord(part) for part in re.findall(r"\n\n|.|\n", text)]
+
+    def both(**fields: Any) -> Ids:
+        return prompt_ids("a\n", job("a\n", tail="\n<", **fields), bos_id=None, encode=encode, decode=str)
+
+    assert both() == Ids([97, 1000, 60], hidden=2)
+    assert both(echo=True, logprobs=0) == Ids([97, 10, 10, 60], hidden=2)
