@@ -29,6 +29,10 @@ log = structlog.get_logger(__name__)
 
 #: Pause after the store did not answer, s.
 RETRY = 0.5
+#: Longest wait for the bell, s. With lanes running it is short: a request that waits for more lanes than are free does
+#: not ring again when they become free.
+IDLE_WAIT = connection.BLOCK_TIMEOUT / 2
+BUSY_WAIT = 0.2
 #: Packed size from which a job is tokenised beside the taker, bytes: megabytes take seconds, and others shall not wait.
 LONG_JOB = 20_000
 
@@ -189,6 +193,8 @@ class Taker(threading.Thread):
             else:
                 self._prepare(job)
         if not taken:
-            # With lanes running, one that waits for more lanes than are free does not ring when they become free.
-            idle = free >= card.lanes
-            self._store.blpop([keys.bell(card.id)], timeout=connection.BLOCK_TIMEOUT / 2 if idle else 0.2)
+            bell = [keys.bell(card.id)]
+            if free >= card.lanes:
+                self._store.blpop(bell, timeout=IDLE_WAIT)
+            else:
+                self._store.blpop(bell, timeout=BUSY_WAIT)

@@ -13,7 +13,8 @@ import time
 from scripts.child import Program
 from scripts.supervisor import Supervisor
 
-_FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)\n"
+#: One write, which stays whole when two processes share the pipe; print() may make two of it.
+_FOREVER = "import os, time\nos.write(1, b'up\\n')\nwhile True: time.sleep(60)\n"
 _DEAF = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 _NO_DEATH_SIGNAL = "import ctypes\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
 _WATCH = "from shared.parent import die_with_parent\ndie_with_parent()\n"
