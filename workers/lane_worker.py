@@ -106,6 +106,7 @@ class LaneWorker(SimpleWorker):
         self._lock = threading.Lock()
         self._renaming = threading.Lock()
         self._draining = threading.Event()
+        self._signalled = 0
         self._over: queue.SimpleQueue[tuple[Lane, bool, str] | None] = queue.SimpleQueue()
         self._done = threading.Event()
         self._exit_status = 0
@@ -144,7 +145,10 @@ class LaneWorker(SimpleWorker):
         for thread in (self._emitter, finaliser, heartbeat, self._control, self._taker):
             thread.start()
         log.info("worker_ready", worker=self.name, model=self._card.id, lanes=self._card.lanes)
-        self._draining.wait()
+        while not (self._signalled or self._draining.is_set()):
+            time.sleep(0.05)
+        self._draining.set()
+        log.info("worker_stopping", worker=self.name, signal=self._signalled)
         self._drain()
         self._done.set()
         heartbeat.join(connection.SOCKET_TIMEOUT)
@@ -158,11 +162,12 @@ class LaneWorker(SimpleWorker):
         return self._exit_status
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: leave at once, as kill -9 would."""
-        if self._draining.is_set():
+        """First signal: drain. Second: leave at once, as kill -9 would.
+
+        Takes no lock, not even a log's: the main thread may be holding it just now."""
+        if self._signalled:
             os._exit(128 + signum)
-        log.info("worker_stopping", worker=self.name, signal=signal.Signals(signum).name)
-        self._draining.set()
+        self._signalled = signum
 
     def engine_died(self, error: Exception) -> None:
         """The engine is beyond repair: what runs here can only go on in another process."""
