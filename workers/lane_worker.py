@@ -109,7 +109,6 @@ class LaneWorker(SimpleWorker):
         self._signalled = 0
         self._over: queue.SimpleQueue[tuple[Lane, bool, str] | None] = queue.SimpleQueue()
         self._done = threading.Event()
-        self._exit_status = 0
         self._stat: dict[str, Any] = {}
         self._emitter = Emitter(url, self._name, self._lane_over)
         loop.attach(self._emitter.notify, self.engine_died)
@@ -159,7 +158,7 @@ class LaneWorker(SimpleWorker):
         self._leave()
         self._loop.stop()
         self._loop.join(FLUSH)
-        return self._exit_status
+        return 0
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """First signal: drain. Second: leave at once, as kill -9 would.
