@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from werkzeug.http import parse_options_header
@@ -20,6 +21,11 @@ BODY_TIMEOUT = 30.0
 #: What is read and thrown away before a connection is closed, so that a client that writes first reads the answer.
 LINGER_BYTES = 16 * 1024 * 1024
 LINGER_SECONDS = 2.0
+#: A body is read in steps of at most so many bytes, and of as few as take about STEP_SECONDS.
+LEAST_STEP, MOST_STEP = 1024, 1024 * 1024
+STEP_SECONDS = 0.01
+#: Pause after a longer step, s. Not 0: gevent comes back from sleep(0) up to 50 times before it looks at any socket.
+TURN = 0.001
 #: An unread body up to this size is skipped and the connection goes on.
 SKIP_BYTES = 64 * 1024
 
@@ -38,32 +44,70 @@ def read_json(environ: dict[str, Any], limit: int) -> dict[str, Any]:
 def read_body(environ: dict[str, Any], limit: int) -> bytes:
     """The whole body, with or without a length given. Raises BodyTooLarge beyond `limit` bytes, as early as it shows,
     and InvalidJson if less arrives than was announced."""
+    return b"".join(body_pieces(environ, limit))
+
+
+def body_pieces(environ: dict[str, Any], limit: int) -> Iterator[bytes]:
+    """The same piece by piece, as it arrives. What is not read to its end counts as unread."""
     length = content_length(environ)
     if length is not None and length > limit:
         raise _too_large(limit)
     if length is None and "chunked" not in environ.get("HTTP_TRANSFER_ENCODING", "").lower():
         length = 0
-    connection = environ.get("gunicorn.socket")
-    if connection is not None:
-        connection.settimeout(BODY_TIMEOUT)
-    try:
-        body: bytes = environ["wsgi.input"].read(limit + 1 if length is None else length)
-    except TimeoutError:
-        close_after(environ)
-        raise InvalidJson("The body did not arrive in time.") from None
-    except Exception as error:  # noqa: BLE001 - a malformed chunk, or the connection broke; each server has its own exceptions
-        close_after(environ)
-        raise InvalidJson(f"The body cannot be read ({type(error).__name__}).") from None
-    finally:
-        if connection is not None:
-            connection.settimeout(None)
-    if len(body) > limit:
-        raise _too_large(limit)
-    if length is not None and len(body) < length:
+    read = 0
+    for piece in _as_it_arrives(environ, limit + 1 if length is None else length):
+        read += len(piece)
+        if read > limit:
+            raise _too_large(limit)
+        yield piece
+    if length is not None and read < length:
         close_after(environ)
         raise InvalidJson("The body is shorter than its Content-Length.")
     environ[READ] = True
-    return body
+
+
+def _as_it_arrives(environ: dict[str, Any], size: int) -> Iterator[bytes]:
+    """Up to `size` bytes. Raises InvalidJson if they come too slowly, or the connection breaks."""
+    connection = environ.get("gunicorn.socket")
+    pieces = _in_turns(environ["wsgi.input"], size)
+    while True:
+        if connection is not None:
+            connection.settimeout(BODY_TIMEOUT)
+        try:
+            piece = next(pieces, None)
+        except TimeoutError:
+            close_after(environ)
+            raise InvalidJson("The body did not arrive in time.") from None
+        except Exception as error:  # noqa: BLE001 - a malformed chunk, or the connection broke; each server has its own exceptions
+            close_after(environ)
+            raise InvalidJson(f"The body cannot be read ({type(error).__name__}).") from None
+        finally:
+            if connection is not None:
+                connection.settimeout(None)
+        if piece is None:
+            return
+        yield piece
+
+
+def _in_turns(source: Any, size: int) -> Iterator[bytes]:
+    """Up to `size` bytes, less only at the end of the body. Between the steps other requests have their turn.
+
+    gunicorn's parser needs some 10 us for each chunk, and gevent lets nobody else run while a socket has something to
+    read: megabytes in chunks of one byte would stop all streams of the process for a minute."""
+    step = 4 * LEAST_STEP
+    while size > 0:
+        began, asked = time.monotonic(), min(step, size)
+        piece: bytes = source.read(asked)
+        took = time.monotonic() - began
+        yield piece
+        size -= len(piece)
+        if len(piece) < asked:
+            return
+        if took > STEP_SECONDS:
+            time.sleep(TURN)
+            step = max(LEAST_STEP, step // 2)
+        else:
+            step = min(MOST_STEP, 2 * step)
 
 
 def content_length(environ: dict[str, Any]) -> int | None:

@@ -18,11 +18,17 @@ ALLOWED_HEADERS = (
 )
 #: Response headers that a page may read.
 EXPOSED_HEADERS = (
-    "openai-processing-ms, retry-after, retry-after-ms, x-request-id, x-should-retry, x-sluice-id, x-sluice-ignored, "
-    "x-sluice-max-tokens"
+    "openai-processing-ms, retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
+    "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens, "
+    "x-request-id, x-should-retry, x-sluice-id, x-sluice-ignored, x-sluice-max-tokens"
 )
 #: How long a browser may keep the answer to a preflight, s.
 MAX_AGE = "600"
+
+
+def is_preflight() -> bool:
+    """Whether this is a browser's question before a request of a page; it never carries a key."""
+    return request.method == "OPTIONS" and {"Origin", "Access-Control-Request-Method"} <= set(request.headers.keys())
 
 
 def tell_origin(response: Response, origins: frozenset[str]) -> None:
@@ -35,7 +41,7 @@ def tell_origin(response: Response, origins: frozenset[str]) -> None:
         return
     response.headers["Access-Control-Allow-Origin"] = origin
     response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
-    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+    if is_preflight():
         response.headers["Access-Control-Allow-Methods"] = response.headers.get("Allow", "")
         asked = request.headers.get("Access-Control-Request-Headers", "")
         response.headers["Access-Control-Allow-Headers"] = asked if _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from api.schemas.strict import written
+
 WEB = Path(__file__).parent / "web"
 _REF = re.compile(r"#/components/(\w+)/(\w+)")
 _CODE = re.compile(r"`([^`]+)`")
@@ -73,17 +75,20 @@ def render(document: dict[str, Any], base: str) -> Page:
 def _operation(path: str, method: str, item: dict[str, Any], components: dict[str, Any]) -> dict[str, Any]:
     request = ""
     if "requestBody" in item:
-        request = _target(item["requestBody"]["content"]["application/json"]["schema"]["$ref"])
+        [body] = item["requestBody"]["content"].values()
+        request = _target(body["schema"]["$ref"])
     answered = []
     for status, answer in item["responses"].items():
         answer = components["responses"][_target(answer["$ref"])] if "$ref" in answer else answer
         bodies = [
             Markup("<code>{}</code> ").format(media)
             + (Markup("events") if media == "text/event-stream" else _kind(content["schema"]))
-            for media, content in answer["content"].items()
+            for media, content in answer.get("content", {}).items()
         ]
         words = [answer["description"]]
-        words += [c["schema"]["description"] for c in answer["content"].values() if "description" in c["schema"]]
+        words += [
+            c["schema"]["description"] for c in answer.get("content", {}).values() if "description" in c["schema"]
+        ]
         answered.append({"status": status, "body": Markup("<br>").join(bodies), "words": " ".join(words)})
     return {
         "name": item["operationId"],
@@ -147,11 +152,11 @@ def _kind(schema: dict[str, Any]) -> Markup:
 def _bounds(schema: dict[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is not None and high is not None:
-        return f" {low:g} to {high:g}" if abs(high) < 2**31 else ""
+        return f" {written(low)} to {written(high)}" if abs(high) < 2**31 else ""
     if low is not None:
-        return f" from {low:g}"
+        return f" from {written(low)}"
     if high is not None:
-        return f" up to {high:g}"
+        return f" up to {written(high)}"
     for key, noun in (("maxItems", "items"), ("maxLength", "characters"), ("maxProperties", "entries")):
         if key in schema:
             return f", at most {schema[key]} {noun}"

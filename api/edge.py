@@ -1,7 +1,7 @@
 """What happens to every request and response, whatever the route.
 
-Around Flask (`Edge`): a trailing slash goes, requests are counted. Inside (`install`): ids and timings, the gate of
-the mode without keys, and the orderly end of a connection whose body was not read. Knows no resource.
+Around Flask (`Edge`): a trailing slash goes, requests are counted. Inside (`install`): ids and timings, the gate
+(`api/auth.py`), and the orderly end of a connection whose body was not read. Knows no resource.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
-from urllib.parse import urlsplit
 
 from flask import Flask, Response, g, request
 from werkzeug.wsgi import ClosingIterator
 
+from api.auth import Gate, caller
 from api.body import close_after, leftover_is_large, linger
 from api.cors import tell_origin
 from api.lifecycle import Lifecycle
-from shared.errors import Forbidden, InvalidRequest, UnsupportedParameter
+from api.limits import RATE_HEADERS, Admission, Limits
+from shared.errors import InvalidRequest, UnsupportedParameter
+from shared.jobs import Job
 from shared.settings import Settings
 
-LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-#: Open whatever the Host says: probes come by address.
-PROBES = frozenset({"/health", "/ready"})
-
 _REQUEST_ID = re.compile(r"[ -~]{1,128}")
-_HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^:\[\]/@?#\s]+)(:[0-9]{1,5})?")
 _IGNORABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+#: The headers that `announce` sets.
+TOLD = ("x-sluice-id", "x-sluice-ignored", "x-sluice-max-tokens", *RATE_HEADERS)
 #: Most names in x-sluice-ignored.
 MAX_IGNORED = 10
 
@@ -52,8 +51,7 @@ class Edge:
             raise
 
 
-def install(app: Flask, settings: Settings) -> None:
-    known_hosts = LOOPBACK_HOSTS | {host.lower() for host in settings.allowed_hosts}
+def install(app: Flask, settings: Settings, gate: Gate) -> None:
     origins = frozenset(settings.cors_origins)
 
     @app.before_request
@@ -61,16 +59,15 @@ def install(app: Flask, settings: Settings) -> None:
         g.started = time.perf_counter()
         g.request_id = _request_id()
         _check_framing()
-        if request.path not in PROBES:
-            _check_host(known_hosts, origins)
+        gate.enter()
 
     @app.after_request
     def leave(response: Response) -> Response:
         response.headers["x-request-id"] = g.request_id
         response.headers["openai-processing-ms"] = str(round((time.perf_counter() - g.started) * 1000))
-        for header in ("x-sluice-id", "x-sluice-ignored", "x-sluice-max-tokens"):
-            if header in g:
-                response.headers[header] = g.get(header)
+        response.headers.update(told())
+        if "admission" in g:
+            response.call_on_close(g.admission.settle)  # behind those of the route: it has let go of the job by then
         tell_origin(response, origins)
         if leftover_is_large(request.environ):
             close_after(request.environ)
@@ -79,9 +76,39 @@ def install(app: Flask, settings: Settings) -> None:
         return response
 
 
+def tenant() -> str:
+    """Whose request this is; other tenants' requests do not exist for it."""
+    return caller().tenant
+
+
+def visible_tenant() -> str:
+    """Whose requests there are for this one: its own tenant's, or "*", everybody's."""
+    return "*" if caller().sees_all else tenant()
+
+
+def admit(limits: Limits, job: Job) -> Admission:
+    """Lets a request in under the limits of its key, which are told in headers; settled when the response is closed.
+
+    Raises RateLimited or StoreUnavailable."""
+    admission: Admission = limits.admit(caller().key, job, announce)
+    g.admission = admission
+    return admission
+
+
 def announce(header: str, value: str) -> None:
     """Puts one of Sluice's own headers on this request's response, also if that turns out to be an error."""
     setattr(g, header, value)
+
+
+def told() -> dict[str, str]:
+    """What was announced so far."""
+    return {header: g.get(header) for header in TOLD if header in g}
+
+
+def forget_told() -> None:
+    """Before another request of the same connection."""
+    for header in TOLD:
+        g.pop(header, None)
 
 
 def ignored_header(names: list[str]) -> str:
@@ -115,26 +142,3 @@ def _check_framing() -> None:
     if request.environ.get("HTTP_TRANSFER_ENCODING", "chunked").lower() != "chunked":
         close_after(request.environ)
         raise InvalidRequest("Transfer-Encoding must be chunked, or absent.", code="bad_request")
-
-
-def _check_host(known: frozenset[str], origins: frozenset[str]) -> None:
-    """Without keys, a web page must not reach us by way of its visitor's browser: neither under a name of its own
-    (DNS rebinding) nor by a request across origins."""
-    host = _HOST.fullmatch(request.environ.get("HTTP_HOST", ""))
-    if host is None or host["name"].lower() not in known:
-        raise Forbidden("This Host is not known here; see the setting allowed_hosts.")
-    origin = request.environ.get("HTTP_ORIGIN")
-    if origin is None or origin in origins:
-        return
-    try:
-        parts = urlsplit(origin)
-        foreign = parts.scheme not in ("http", "https") or _host_of(parts.netloc) not in known
-    except ValueError:
-        foreign = True
-    if foreign:
-        raise Forbidden("Requests from this Origin are not allowed.")
-
-
-def _host_of(netloc: str) -> str:
-    match = _HOST.fullmatch(netloc)
-    return match["name"].lower() if match else ""

@@ -31,6 +31,8 @@ def error_response(error: SluiceError) -> Response:
     )
     if isinstance(error, MethodNotAllowed):
         response.headers["Allow"] = ", ".join(error.allow)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"  # RFC 9110 section 11.6.1: a 401 says how to do better
     if error.status in (409, 502, 504) or error.code in NEVER_AGAIN:
         response.headers["x-should-retry"] = "false"
     elif error.status in (429, 503):

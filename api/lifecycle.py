@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -20,6 +21,7 @@ class Lifecycle:
         self.draining = False
         self._requests = 0
         self._waiting: set[Waiting] = set()
+        self._at_drain: set[Callable[[], None]] = set()
         self._idle = threading.Event()
         self._idle.set()
 
@@ -38,8 +40,18 @@ class Lifecycle:
     def unfollow(self, waiting: Waiting) -> None:
         self._waiting.discard(waiting)
 
+    def at_drain(self, call: Callable[[], None]) -> None:
+        """`call`, which must not block, is called when the process begins to drain: for connections that stay open with no
+        request on them."""
+        self._at_drain.add(call)
+
+    def not_at_drain(self, call: Callable[[], None]) -> None:
+        self._at_drain.discard(call)
+
     def drain(self) -> None:
         self.draining = True
+        for call in list(self._at_drain):
+            call()
 
     def wait_idle(self, timeout: float) -> bool:
         """True once no request is under way; False after `timeout` seconds."""

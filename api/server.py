@@ -28,6 +28,7 @@ from api.body import CLOSE, linger
 from api.errors import error_response
 from api.relay.watcher import Watcher
 from api.services import Services, services_of
+from shared.api_keys import keys_configured
 from shared.errors import InternalError, InvalidRequest, SluiceError
 from shared.exposure import check_exposure
 from shared.parent import die_with_parent
@@ -52,7 +53,7 @@ AppFactory = Callable[[Settings, Watcher], Any]
 
 def serve(settings: Settings, make_app: AppFactory | None = None) -> None:
     """Runs the API until it is told to stop. Raises Exposed when the settings would open it to everyone."""
-    check_exposure(settings)
+    check_exposure(settings, keys=keys_configured(settings.redis_url))
     _Server(settings, make_app or (lambda settings, watcher: create_app(settings, watcher=watcher))).run()
 
 
@@ -76,6 +77,9 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "timeout": STUCK,
             "graceful_timeout": int(settings.drain_s) + LAST_WORDS,
             "keepalive": KEEPALIVE,
+            # no proxy is believed unless it is named; gunicorn would believe those on this machine
+            "forwarded_allow_ips": ",".join(settings.trusted_proxies),
+            "forwarder_headers": "",  # and none may say which path was asked for (SCRIPT_NAME, PATH_INFO)
             "accesslog": None,
             "errorlog": "-",
             "loglevel": settings.log_level.lower(),

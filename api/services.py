@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 from flask import Flask, current_app
 
+from api.auth import Gate
+from api.batches.records import BatchRecords
+from api.chat_prompt import ChatPrompts
+from api.constraints import Constraints
+from api.file_records import FileRecords
+from api.file_store import FileStore
 from api.gateway import Gateway
 from api.lifecycle import Lifecycle
+from api.limits import Limits
+from api.relay.grace import Graces
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
 from api.templating import Renderer
-from api.thinking import Tails
 from api.tokenizers import Tokenizers
 from shared.settings import Settings
 
@@ -28,16 +35,24 @@ class Services:
     hub: Hub
     watcher: Watcher | None
     lifecycle: Lifecycle
+    graces: Graces
     tokenizers: Tokenizers
     renderer: Renderer
-    tails: Tails
+    chats: ChatPrompts
+    constraints: Constraints
+    limits: Limits
+    gate: Gate
+    files: FileStore
+    file_records: FileRecords
+    batches: BatchRecords
 
     def close(self, *, left_behind: bool) -> None:
         """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so
         the process must be found dead rather than sign off."""
         self.renderer.close()
+        self.constraints.close()
         self.hub.stop()
-        if not left_behind:
+        if not (left_behind or self.graces.kept()):
             self.gateway.leave()
 
 

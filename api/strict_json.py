@@ -1,8 +1,8 @@
-"""Strict JSON for request bodies: what two parsers could read differently is refused.
+"""Strict JSON, for request bodies and for what models write: what two parsers could read differently is refused.
 
 Refused besides malformed text: anything but UTF-8 (a byte order mark too), duplicate keys (RFC 8259 section 4),
-NaN, Infinity and numbers beyond a double, lone surrogates, nesting over 64, a root that is no object. Knows nothing
-of fields, HTTP or models.
+NaN, Infinity and numbers beyond a double, lone surrogates, nesting over 64; in bodies, a root that is no object. Knows
+nothing of fields, HTTP or models.
 """
 
 from __future__ import annotations
@@ -30,45 +30,62 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """The object in `body`. Raises InvalidJson; its `param` names the top-level field where one is at fault."""
-    text = _decode(body)
-    _check_depth(body)
+def parse(body: bytes, what: str = "body") -> dict[str, Any]:
+    """The object in `body`, which errors call `what`. Raises InvalidJson; its `param` names the top-level field where one is at fault."""
+    text, value = _parse(body, what)
+    if not isinstance(value, dict):
+        raise InvalidJson(f"The {what} must be a JSON object, not {_kind(value)}.")
+    _refuse_odd(text, value)
+    return value
+
+
+def parse_value(raw: bytes) -> Any:
+    """The value in `raw`, whatever it is. Raises InvalidJson."""
+    text, value = _parse(raw, "body")
+    _refuse_odd(text, {"it": value})
+    return value
+
+
+def _parse(body: bytes, what: str) -> tuple[str, Any]:
+    """The text, and the value before a last look at its numbers and strings."""
+    text = _decode(body, what)
+    _check_depth(body, what)
     try:
         value = (_decoder_of_long if _LONG_NUMBER.search(text) else _decoder).decode(text)
     except json.JSONDecodeError as error:
         raise InvalidJson(
-            f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
+            f"The {what} is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
         ) from None
     except RecursionError:
-        raise InvalidJson(f"The body is nested deeper than {MAX_DEPTH} levels.") from None
-    if not isinstance(value, dict):
-        raise InvalidJson(f"The body must be a JSON object, not {_kind(value)}.")
+        raise InvalidJson(f"The {what} is nested deeper than {MAX_DEPTH} levels.") from None
+    return text, value
+
+
+def _refuse_odd(text: str, value: dict[str, Any]) -> None:
     if _odd_numbers_possible(text):
         _refuse_odd_numbers(value)
     if _SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value)
-    return value
 
 
-def _decode(body: bytes) -> str:
+def _decode(body: bytes, what: str) -> str:
     if not body.strip():
-        raise InvalidJson("The body is empty; it must be a JSON object.")
+        raise InvalidJson(f"The {what} is empty; it must be a JSON object.")
     if body.startswith(b"\xef\xbb\xbf"):
-        raise InvalidJson("The body begins with a byte order mark; send plain UTF-8.")
+        raise InvalidJson(f"The {what} begins with a byte order mark; send plain UTF-8.")
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidJson(f"The body is not valid UTF-8 (byte {error.start}).") from None
+        raise InvalidJson(f"The {what} is not valid UTF-8 (byte {error.start}).") from None
 
 
-def _check_depth(body: bytes) -> None:
+def _check_depth(body: bytes, what: str) -> None:
     """Before parsing, since the parser recurses; at C speed, since bodies have megabytes."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
     if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_DEPTH:
-        raise InvalidJson(f"The body is nested deeper than {MAX_DEPTH} levels.")
+        raise InvalidJson(f"The {what} is nested deeper than {MAX_DEPTH} levels.")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

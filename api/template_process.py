@@ -1,8 +1,6 @@
-"""The process that renders chat templates for `templating.py`; run as a script, it imports nothing of ours.
+"""The process that renders chat templates for `templating.py`, in a sandbox; run as a script.
 
-Asked over the socket that is its standard input: four bytes of length, then JSON, both ways. It arms an alarm before
-each rendering, whose default action ends the process: nothing a template does can hold that up, and no process is
-left behind that burns a core if the asking one is gone. Its memory is limited, so is what it writes.
+Its time and memory are limited (`child_process.py`), and so is what it writes.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import resource
-import signal
-import socket
-import struct
+import sys
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -22,8 +18,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-#: Address space of the process, bytes.
-MEMORY = 768 << 20
 #: Longest rendered text, characters.
 LONGEST = 16 << 20
 
@@ -89,40 +83,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
-def serve(asker: socket.socket) -> None:
-    send(asker, {"ready": True})
-    while True:
-        head = exactly(asker, 4)
-        if not head:
-            return
-        question = json.loads(exactly(asker, struct.unpack(">I", head)[0]))
-        signal.setitimer(signal.ITIMER_REAL, question["limit"])
-        found = answer(question)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        send(asker, found)
-
-
-def send(asker: socket.socket, value: dict[str, Any]) -> None:
-    data = json.dumps(value).encode()
-    asker.sendall(struct.pack(">I", len(data)) + data)
-
-
-def exactly(asker: socket.socket, count: int) -> bytes:
-    """So many bytes, or none at the end."""
-    data = bytearray()
-    while len(data) < count:
-        part = asker.recv(count - len(data))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; this ends with the one that asks
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=0) as connection:
-        connection.setblocking(True)  # it came from a process whose sockets may all be non-blocking
-        serve(connection)
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from api.child_process import run
+
+    run(answer)

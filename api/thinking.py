@@ -1,7 +1,9 @@
-"""The no-thinking tail of a chat template: what a template writes when thinking is off, and not when it is on.
+"""How a chat template begins the assistant's turn, with thinking on and off.
 
-A raw prompt for which thinking was switched off gets that tail, and nothing else is ever done to a raw prompt. How
-the tail meets a prompt that has part of it already: `shared/no_thinking.py`. Rendering is a function handed in.
+From that come the no-thinking tail, what a template writes when thinking is off and not when it is on, and how reasoning is
+told from the rest: a text may begin inside a think block that the template has opened. A raw prompt for which thinking was switched off gets the tail,
+and nothing else is ever done to a raw prompt. How the tail meets a prompt that has part of it already:
+`shared/no_thinking.py`. Rendering is a function handed in.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.errors import SluiceError
-from shared.no_thinking import OPENING
+from shared.reasoning import MAX_TAG, Reasoning
+from shared.think_tags import CLOSING, OPENING, closing, opening_in
 
 #: What the user of the probe chat says: only what a template writes behind it counts.
 PROBE = "sluice probe"
@@ -25,12 +28,10 @@ KEPT = 32
 #: How long a template that failed is left alone, s.
 PAUSE = 30.0
 
-_CLOSING = re.compile(
-    r"</(?:\w+:)?(?:think|thinking|thought|thoughts|reason|reasoning)>|\[/THINK\]|◁/think▷|<\|/think\|>"
-)
-_OPEN_AT_END = re.compile(rf"(?:{OPENING.pattern})\s*\Z")
+_OPEN_AT_END = re.compile(rf"(?P<tag>{OPENING.pattern})\s*\Z")
+_CLOSED_AT_END = re.compile(rf"(?:{CLOSING.pattern})\s*\Z")
 _CUT_TAG = re.compile(r"[<\[◁][^<>\[\]◁▷\s]*\Z")
-_TAIL = re.compile(rf"\s*(?:{OPENING.pattern}|{_CLOSING.pattern})")
+_TAIL = re.compile(rf"\s*(?:{OPENING.pattern}|{CLOSING.pattern})")
 
 #: Renders a template once for each set of variables.
 RenderAll = Callable[[str, Sequence[Mapping[str, Any]]], list[str]]
@@ -64,25 +65,35 @@ def _without_header(off: str, on: str) -> str:
     return off[len(header) :]
 
 
-class Tails:
-    """The tails of the templates of this process's models, each found once."""
+class Shape(NamedTuple):
+    """`tail`: the no-thinking tail, None without one. `switches`: the template knows the switch. `bare`: it writes nothing
+    behind the user's words."""
+
+    tail: str | None = None
+    switches: bool = False
+    bare: bool = False
+
+
+class Shapes:
+    """The shapes of the templates of this process's models, each found once."""
 
     def __init__(self, render_all: RenderAll, clock: Callable[[], float] = time.monotonic) -> None:
         self._render_all = render_all
         self._clock = clock
-        self._known: OrderedDict[str, str | None] = OrderedDict()
+        self._known: OrderedDict[str, Shape] = OrderedDict()
         self._failed: dict[str, tuple[float, SluiceError]] = {}
 
-    def of(self, template: str | None, **names: str | None) -> str | None:
-        """The tail of a template, None without a switch. `names`: special tokens that templates may write.
+    def of(self, template: str | None, **names: str | None) -> Shape:
+        """The shape of a template. `names`: special tokens that templates may write.
 
         Raises what rendering raises, for `PAUSE` seconds without trying again."""
         if not template:
-            return None
+            return Shape()
         key = hashlib.sha256(repr((template, sorted(names.items()))).encode()).hexdigest()
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        known = self._known.pop(key, None)  # to the end; by steps that other threads may come between
+        if known is not None:
+            self._known[key] = known
+            return known
         until, error = self._failed.get(key, (0.0, None))
         if error is not None and self._clock() < until:
             raise error
@@ -98,7 +109,22 @@ class Tails:
                 self._failed.clear()
             self._failed[key] = (self._clock() + PAUSE, failure)
             raise
-        self._known[key] = tail_of(off, on)
+        known = self._known[key] = Shape(tail_of(off, on), off != on, on.rstrip().endswith(PROBE))
         while len(self._known) > KEPT:
             self._known.popitem(last=False)
-        return self._known[key]
+        return known
+
+
+def reasoning_of(template: str, prompt: str, *, bare: bool) -> Reasoning | None:
+    """How the reasoning is told from the rest of what a model writes behind a prompt that its template has made. `bare`:
+    the prompt ends with the user's words, whatever they are.
+
+    None for a model that does not think, by what its template says, and behind a think block that is closed."""
+    opening = opening_in(template)
+    if opening is None:
+        return None
+    end = "" if bare else prompt.rstrip()[-MAX_TAG:]
+    opened = _OPEN_AT_END.search(end)
+    if opened is not None:
+        return Reasoning(opened["tag"], closing(opened["tag"]), opened=True)
+    return None if _CLOSED_AT_END.search(end) else Reasoning(opening, closing(opening))

@@ -29,6 +29,10 @@ VENV = ROOT / ".venv"
 MIN_GLIBC = (2, 31)
 RUN = ("requirements.txt",)
 TEST = ("requirements.txt", "requirements-dev.txt")
+#: For tests that may be skipped: CPU torch and exllamav2. Its lines name every package, so it needs no resolving.
+HARNESS = "requirements-harness.txt"
+#: Where the CPU builds of torch are; PyPI's builds are the CUDA ones.
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 #: How Python makes an environment, with pip in it.
 MAKE = ("-m", "venv")
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         check_machine()
         if needs_llamacpp(command, rest):
             check_llamacpp()
-        python = prepare(VENV, files)
+        python = prepare(VENV, files, harness=command == "test")
     except Missing as missing:
         print(f"sluice: {missing}", file=sys.stderr)
         return 1
@@ -122,8 +126,11 @@ def check_llamacpp() -> None:
         )
 
 
-def prepare(venv: Path, files: Sequence[str]) -> Path:
-    """An environment in `venv` with `files` installed; returns its Python. Installs only what changed. Raises Missing."""
+def prepare(venv: Path, files: Sequence[str], harness: bool = False) -> Path:
+    """An environment in `venv` with `files` installed; returns its Python. Installs only what changed. Raises Missing.
+
+    With `harness` also what the tests of ExLlamaV2 need, if it can be had; else those tests skip.
+    """
     if os.pathsep in str(venv):
         raise Missing(
             f"The path {venv} holds a '{os.pathsep}', which no Python environment can have. Move the checkout."
@@ -143,9 +150,12 @@ def prepare(venv: Path, files: Sequence[str]) -> Path:
             stamp.write(venv)
         wanted = {name: _digest(ROOT / name) for name in files}
         if any(stamp.installed.get(name) != digest for name, digest in wanted.items()):
-            again = list(dict.fromkeys([*stamp.installed, *files]))
+            again = [name for name in dict.fromkeys([*stamp.installed, *files]) if name != HARNESS]
             _install(python, again)
-            stamp.installed = {name: _digest(ROOT / name) for name in again}
+            stamp.installed |= {name: _digest(ROOT / name) for name in again}
+            stamp.write(venv)
+        if harness and stamp.installed.get(HARNESS) != (digest := _digest(ROOT / HARNESS)) and _install_harness(python):
+            stamp.installed[HARNESS] = digest
             stamp.write(venv)
     return python
 
@@ -217,6 +227,57 @@ def _install(python: Path, files: Sequence[str]) -> None:
             "The packages could not be installed (see above). If the package index was out of reach, run this again; "
             "behind a proxy or with an index of your own, set PIP_INDEX_URL (uv: UV_INDEX_URL) first."
         )
+
+
+def harness_attempts(python: Path) -> list[list[list[str]]]:
+    """Ways to install HARNESS for `python`, to be tried in turn, each some commands: as pip is configured (a wheel of
+    torch may lie at hand), then torch from its own index and the rest after it.
+
+    By pip where there is one, by uv only without: uv does not read pip's configuration.
+    """
+    if subprocess.run([str(python), "-c", "import pip"], capture_output=True).returncode == 0:
+        install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--only-binary", ":all:"]
+    elif subprocess.run([sys.executable, "-c", "import pip"], capture_output=True).returncode == 0:
+        install = [sys.executable, "-m", "pip", "--python", str(python)]
+        install += ["install", "--disable-pip-version-check", "--only-binary", ":all:"]
+    else:
+        install = install_command(python)
+    file = ROOT / HARNESS
+    torch = next(
+        line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("torch==")
+    )
+    whole = [*install, "--no-deps", "-r", str(file)]
+    return [[whole], [[*install, "--no-deps", "--index-url", TORCH_INDEX, torch], whole]]
+
+
+def _install_harness(python: Path) -> bool:
+    """Whether the environment now has what HARNESS names. Never raises: one line says what will be skipped."""
+    torch = _installed(python, "torch")
+    if torch and not torch.endswith("+cpu"):
+        print(f"Leaving torch {torch} in the environment, so nothing of {HARNESS} is installed", flush=True)
+        return False
+    print(f"Installing {HARNESS}: 200 MB, once", flush=True)
+    said = ""
+    for commands in harness_attempts(python):
+        for command in commands:
+            ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
+            if ended.returncode != 0:
+                said = ended.stderr.strip() or said
+                break
+        else:
+            return True
+    reason = said.splitlines()[-1] if said else "no reason given"
+    print(
+        f"warning: the tests of ExLlamaV2 on CPU will be skipped, its packages cannot be installed: {reason}",
+        flush=True,
+    )
+    return False
+
+
+def _installed(python: Path, package: str) -> str:
+    """The version of a package in an environment; empty if it is not there."""
+    code = f"from importlib import metadata; print(metadata.version({package!r}))"
+    return subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.strip()
 
 
 def _how_to_get(what: str) -> str:

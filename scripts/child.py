@@ -27,7 +27,7 @@ HEALTHY_S = 30.0
 #: A child that ends this soon, this often in a row, is not going to work by itself.
 BOOT_S, BOOT_TRIES = 10.0, 3
 
-Kind = Literal["store", "api", "worker"]
+Kind = Literal["store", "api", "runner", "worker"]
 
 
 @dataclass
@@ -54,12 +54,15 @@ class Ended:
     lived_s: float
     wait_s: float
 
-    def __str__(self) -> str:
-        how = f"exit status {self.status}"
+    @property
+    def how(self) -> str:
         if self.status < 0:
             with contextlib.suppress(ValueError):
-                how = f"signal {signal.Signals(-self.status).name}"
-        return f"pid {self.pid} ended with {how} after {self.lived_s:.1f} s"
+                return f"signal {signal.Signals(-self.status).name}"
+        return f"exit status {self.status}"
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} ended with {self.how} after {self.lived_s:.1f} s"
 
 
 class Child:

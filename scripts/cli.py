@@ -16,12 +16,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from scripts import batch_commands, key_commands
+from scripts.batch_commands import BatchRefused
 from scripts.carried_model import ModelUnavailable
 from scripts.client import Client, ServerError, ServerUnreachable
+from scripts.key_commands import KeyRefused
 from scripts.up import CannotStart, Options, base_url, parse_workers, up
 from shared.settings import WrongSettings, given
 
-BENCHMARKS = ("engine", "serve", "relay", "queue", "chaos", "exllamav2")
+BENCHMARKS = ("engine", "serve", "relay", "queue", "batch", "chaos", "exllamav2")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -123,6 +126,10 @@ def models_command(
     Console().print(table)
 
 
+app.add_typer(batch_commands.app, name="batch")
+app.add_typer(key_commands.app, name="keys")
+
+
 @app.command("smoke", context_settings=_PASS_ON)
 def smoke_command(context: typer.Context) -> None:
     """A fresh environment from requirements.txt, the whole stack, one completion; --report FILE for the result."""
@@ -133,7 +140,7 @@ def smoke_command(context: typer.Context) -> None:
 
 @app.command("bench", context_settings=_PASS_ON)
 def bench_command(context: typer.Context) -> None:
-    """Benchmarks: engine, serve, relay, queue, chaos, exllamav2; --json FILE for the numbers."""
+    """Benchmarks: engine, serve, relay, queue, batch, chaos, exllamav2; --json FILE for the numbers."""
     name, *arguments = context.args or [""]
     if name not in BENCHMARKS:
         raise CannotStart(f"Usage: bench NAME [--json FILE], NAME one of: {', '.join(BENCHMARKS)}.")
@@ -154,7 +161,15 @@ def main() -> None:
     """Entry point of `sluice` and `python -m scripts.cli`."""
     try:
         app(prog_name="sluice")
-    except (CannotStart, WrongSettings, ModelUnavailable, ServerUnreachable, ServerError) as error:
+    except (
+        BatchRefused,
+        CannotStart,
+        KeyRefused,
+        WrongSettings,
+        ModelUnavailable,
+        ServerUnreachable,
+        ServerError,
+    ) as error:
         print(f"sluice: {error}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:

@@ -1,6 +1,7 @@
 """`./scripts/test`: lint, types, import rules, then the tests, whose closing line is the last one printed.
 
-With arguments of pytest, only pytest runs. Everything runs even if something before it failed; what failed is named
+With arguments of pytest, only pytest runs, and one test at a time. `--without-jsonschema`: as if that package were not
+installed. Everything runs even if something before it failed; what failed is named
 again above pytest's closing line, and the exit status counts it.
 """
 
@@ -18,6 +19,8 @@ from scripts import carried_model
 from shared.settings import Settings
 
 ROOT = Path(__file__).parents[1]
+#: A folder with a module that says it is not there.
+WITHOUT_JSONSCHEMA = ROOT / "tests" / "without_jsonschema"
 
 #: name -> arguments of Python. Run as modules: console scripts do not survive a path with spaces.
 CHECKS = {
@@ -27,20 +30,34 @@ CHECKS = {
     "import rules": ("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"),
 }
 
+#: Tests mostly wait for processes that start, stop and sleep. Those of a file share what they have started.
+AT_A_TIME = ("-n", "2", "--dist", "loadfile")
+
 
 def main(arguments: Sequence[str]) -> int:
     os.chdir(ROOT)
     slow = "--slow" in arguments
-    rest = [argument for argument in arguments if argument != "--slow"]
+    if "--without-jsonschema" in arguments:
+        hide_jsonschema()
+    rest = [argument for argument in arguments if argument not in ("--slow", "--without-jsonschema")]
     failed = [] if rest else run_checks()
     try:
         carried_model.ensure(Settings().cache_dir)
     except carried_model.ModelUnavailable as unavailable:
         # The tests that need it say so themselves.
         print(f"warning: {unavailable}", flush=True)
+    # Compiles for a minute or two the first time; a test alone has less time. Says itself why it cannot.
+    subprocess.run([sys.executable, "-m", "tests.exllamav2.harness"])
     marks = ["-m", "not gpu"] if slow else []
-    status = int(pytest.main([*marks, *rest], plugins=[FailedBefore(failed)]))
+    status = int(pytest.main([*marks, *(rest or AT_A_TIME)], plugins=[FailedBefore(failed)]))
     return status or bool(failed)
+
+
+def hide_jsonschema() -> None:
+    """From this process and from all that it starts."""
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(WITHOUT_JSONSCHEMA), *([path] if path else [])])
+    sys.path.insert(0, str(WITHOUT_JSONSCHEMA))
 
 
 def run_checks() -> list[str]:

@@ -43,7 +43,7 @@ def _default(field: FieldInfo) -> str:
     if value is PydanticUndefined:
         # Made at run time: an empty list, or a path of this machine that has no place on the page.
         made: Any = field.get_default(call_default_factory=True, validated_data={})
-        return "(empty)" if made == [] else "(see right)"
+        return "(empty)" if made in ([], {}) else "(see right)"
     if value is None:
         return "(unset)"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

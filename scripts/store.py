@@ -29,6 +29,7 @@ __all__ = [
     "FolderInUse",
     "StoreRefused",
     "check_store",
+    "machine_memory",
     "server_binary",
     "server_command",
     "wait_until_answering",
@@ -79,17 +80,30 @@ def _version(binary: str) -> tuple[int, int]:
     return parse_version(match.group(1)) if match else (0, 0)
 
 
-def server_command(binary: Path, socket: Path) -> list[str]:
-    """Command line of a store that keeps all it is told and listens on `socket` only. Start it in its data folder."""
+def server_command(binary: Path, socket: Path, max_mb: int | None = None) -> list[str]:
+    """Command line of a store that keeps all it is told and listens on `socket` only. Start it in its data folder.
+
+    `max_mb`: memory it may use, MB; None = half of the machine's."""
+    if max_mb is None:
+        max_mb = machine_memory() // 2_000_000
     return [
         str(binary),
         *("--port", "0"),
         *("--unixsocket", str(socket), "--unixsocketperm", "700"),
         *("--dir", "."),
         *("--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
-        *("--maxmemory-policy", "noeviction"),
+        *("--maxmemory", f"{max_mb}mb", "--maxmemory-policy", "noeviction"),
         *("--daemonize", "no", "--logfile", "", "--loglevel", "warning"),
     ]  # fmt: skip
+
+
+def machine_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Bytes that this machine, or this container, has."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(installed, int(limit.read_text()))
+    except (OSError, ValueError):  # no container of cgroup v2, or no limit: `max`
+        return installed
 
 
 class DataFolder:
@@ -142,6 +156,15 @@ class DataFolder:
     @property
     def url(self) -> str:
         return f"unix://{self.socket}"
+
+    def running(self) -> str | None:
+        """The URL of the store that another `up` runs on this folder; None if none does. For a folder not entered."""
+        try:
+            owner = self._owner()
+        except OSError:
+            return None
+        socket = Path(str(owner.get("socket_folder"))) / "store.sock"
+        return f"unix://{socket}" if _lives(owner.get("pid")) and socket.exists() else None
 
     def _take_lock(self, descriptor: int) -> None:
         give_up = time.monotonic() + DYING_STORE_S

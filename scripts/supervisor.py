@@ -21,8 +21,8 @@ HAND_OVER_S = 5.0
 #: The same for the store, which has to write its file, s.
 STORE_STOP_S = 10.0
 
-#: Gets the run's name and the pid of a worker that has been waited for: it is dead, beyond doubt.
-OnWorkerExit = Callable[[str, int], None]
+#: Gets the run's name, the pid and the way it ended of a worker that has been waited for: it is dead, beyond doubt.
+OnWorkerExit = Callable[[str, int, str], None]
 
 
 class Supervisor:
@@ -138,7 +138,7 @@ class Supervisor:
         if child.program.kind != "worker" or self._on_worker_exit is None:
             return
         try:
-            self._on_worker_exit(child.run_name, ended.pid)
+            self._on_worker_exit(child.run_name, ended.pid, ended.how)
         except Exception as error:  # noqa: BLE001 - the hook is a shortcut; the leases do the same, later
             self._say(f"{child.name}: cannot be reported as dead ({error}); its lease will run out")
 

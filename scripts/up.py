@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -29,19 +30,24 @@ from scripts.store import (
     wait_until_answering,
 )
 from scripts.supervisor import Supervisor
+from scripts.undertaker import Undertaker
+from shared.api_keys import keys_configured
 from shared.exposure import Exposed, check_exposure
 from shared.settings import Settings
 from shared.store_rules import without_password
 from workers.engines import model_name, split_model
+from workers.engines.exllamav2.directory import ModelDirectory
+from workers.engines.exllamav2.errors import LoadError
+from workers.engines.exllamav2.options import ExLlamaV2Options, check_loras
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
+from workers.engines.llamacpp.model import find_gguf
 
 ENGINES = ("llamacpp", "exllamav2", "scripted")
 
-#: Package an engine needs, and how to get it.
-_NEEDS = {
-    "llamacpp": ("xllamacpp", "pip install -r requirements.txt"),
-    "exllamav2": ("exllamav2", "pip install -r requirements-gpu.txt"),
-}
+#: Package an engine needs, and how to get it. What exllamav2 needs is more, and its own check says it.
+_NEEDS = {"llamacpp": ("xllamacpp", "pip install -r requirements.txt")}
+#: Longest wait for the answer whether this machine can run the GPU engine, s; torch takes some to import.
+_GPU_CHECK_S = 180.0
 _ROOT = Path(__file__).parents[1]
 
 
@@ -124,34 +130,44 @@ def up(options: Options, settings: Settings, report: Callable[[str], None] | Non
     """Runs the stack until a signal ends it; returns the exit status. From the main thread. Raises CannotStart."""
     log = Log()
     made = pools(options)
-    try:
-        check_exposure(settings)
-    except Exposed as error:
-        raise CannotStart(str(error)) from None
+    if settings.redis_url is None and not settings.data_dir.exists():  # a store that is yet to be made has no keys
+        _check_exposure(settings, keys=False)
     _check_port(settings)
     if options.max_workers > options.min_workers:
         log.say(
             f"scaling is not there yet: {options.min_workers} workers an engine run, not up to {options.max_workers}"
         )
     if options.min_workers:
-        _check_engines(made)
+        _check_engines(made, settings)
         if any(pool.engine == "llamacpp" and pool.model is None for pool in made):
             carried_model.ensure(settings.cache_dir)
     try:
         with ExitStack() as stack:
             url, store = _store(settings, log, stack)
-            programs = [*store, _api(settings, url)]
+            programs = [*store, _api(settings, url), _batch_runner(settings, url)]
             if options.min_workers:
                 programs += [_worker(p, n, settings, url) for p, n in _numbered(made, options.min_workers)]
-            supervisor = stack.enter_context(Supervisor(programs, say=log.say, hear=log.hear, drain_s=settings.drain_s))
+            supervisor = stack.enter_context(
+                Supervisor(
+                    programs, say=log.say, hear=log.hear, drain_s=settings.drain_s, on_worker_exit=Undertaker(url)
+                )
+            )
             if store and not _start_store(supervisor, url):
                 return 0
+            _check_exposure(settings, keys=keys_configured(url))
             served = {pool.model_id for pool in made} if options.min_workers else set()
             ReadyWatch(settings, served, log.say, report or log.say).start()
             Starter(url, served, lambda: supervisor.stopping).start()
             supervisor.run()
             return 0
     except (FolderInUse, StoreRefused) as error:
+        raise CannotStart(str(error)) from None
+
+
+def _check_exposure(settings: Settings, *, keys: bool) -> None:
+    try:
+        check_exposure(settings, keys=keys)
+    except Exposed as error:
         raise CannotStart(str(error)) from None
 
 
@@ -184,7 +200,7 @@ class ReadyWatch(threading.Thread):
         report: Callable[[str], None],
     ) -> None:
         super().__init__(daemon=True, name="ready")
-        self._client = Client(base_url(settings), timeout_s=5)
+        self._client = Client(base_url(settings), os.environ.get("SLUICE_API_KEY"), timeout_s=5)
         self._served = served
         self._say = say
         self._report = report
@@ -234,7 +250,7 @@ def _store(settings: Settings, log: Log, stack: ExitStack) -> tuple[str, list[Pr
         log.say(f"store: {without_password(settings.redis_url)}")
         return settings.redis_url, []
     folder = stack.enter_context(DataFolder(settings.data_dir))
-    command = server_command(server_binary(log.say), folder.socket)
+    command = server_command(server_binary(log.say), folder.socket, settings.store_max_mb)
     log.say(f"store: {Path(command[0]).name}, data in {folder.path}")
     return folder.url, [
         Program("store", "store", lambda run: command, folder=folder.path, keep_fds=(folder.lock_fd,)),
@@ -281,6 +297,10 @@ def _api(settings: Settings, url: str) -> Program:
     return Program("api", "api", lambda run: _module("api"), env=env)
 
 
+def _batch_runner(settings: Settings, url: str) -> Program:
+    return Program("batches", "runner", lambda run: _module("scripts.batch_runner"), env=_environment(settings, url))
+
+
 def _worker(pool: Pool, name: str, settings: Settings, url: str) -> Program:
     arguments = ["--engine", pool.engine]
     if pool.model is not None:
@@ -317,8 +337,39 @@ def _check_port(settings: Settings) -> None:
     )
 
 
-def _check_engines(made: Sequence[Pool]) -> None:
+def _check_engines(made: Sequence[Pool], settings: Settings) -> None:
     for pool in made:
         package, command = _NEEDS.get(pool.engine, (None, ""))
         if package is not None and importlib.util.find_spec(package) is None:
             raise CannotStart(f"--engine {pool.engine} needs the package {package}: {sys.executable} -m {command}")
+        if pool.engine == "exllamav2" and pool.model is not None:
+            _check_gpu_engine(pool.model, settings)
+        if pool.engine == "llamacpp" and pool.model is not None:
+            try:
+                find_gguf(pool.model)
+            except OSError as error:
+                raise CannotStart(f"--engine llamacpp: {error}") from None
+
+
+def _check_gpu_engine(model: Path, settings: Settings) -> None:
+    """What a worker would find missing each time it is started. In a process of its own: torch takes hold of the GPUs."""
+    try:
+        ModelDirectory(model)
+        wanted = ExLlamaV2Options.from_settings(settings, model, "")
+        if wanted.draft_model is not None:
+            ModelDirectory(wanted.draft_model)
+        check_loras(wanted.loras)
+    except LoadError as error:
+        raise CannotStart(f"--engine exllamav2: {error}") from None
+    command = _module("workers.engines.exllamav2.extension")
+    environment = {**os.environ, **_environment(settings, "")}
+    try:
+        checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_GPU_CHECK_S)
+    except subprocess.TimeoutExpired:
+        raise CannotStart(
+            f"--engine exllamav2: torch did not say within {_GPU_CHECK_S:g} s whether there is a GPU. Does `nvidia-smi` "
+            "answer?"
+        ) from None
+    if checked.returncode != 0:
+        words = checked.stderr.strip().splitlines() or [f"the check ended with status {checked.returncode}"]
+        raise CannotStart(f"--engine exllamav2: {words[-1]}")

@@ -5,9 +5,13 @@ A worker writes its card at load; it stays after the last worker is gone. Knows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
+
+from shared import tool_calls
+from shared.think_tags import is_tag
 
 #: Request fields that need more of an engine than the others: names, or beginnings of names that end in `*`.
 ENGINE_EXTRAS = (
@@ -35,12 +39,13 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `context`: tokens of prompt and completion together. `vocab_size`: ids a client may name (the head may be
     wider). `add_bos`: the tokenizer puts `bos_id` before a string. `end_ids`: ids that end a text, `eos_id` the one
-    that the tokenizer names. `control_ids`: ids that steer the model and are not shown in texts. `fim`: None if it
-    cannot fill in the middle. `tokenizer_sha`: sha256 of the tokenizer.json in the store (`keys.tokenizer`), only if it
-    was proven equal to the engine's tokenizer.
+    that the tokenizer names. `control_ids`: ids that steer the model and are not shown in texts; no tags of thinking and
+    of calls are among them, whatever the vocabulary says. `special`: how these, `bos_id`, `end_ids`, `eos_id` and `pad_id` are written.
+    `fim`: None if it cannot fill in the middle. `tokenizer_sha`: sha256 of the tokenizer.json in the store
+    (`keys.tokenizer`), only if it was proven equal to the engine's tokenizer.
     `fingerprint`: changes with the weights, the engine or anything else that changes the numbers.
     `constraints`: the engine obeys token masks. `unsupported`: extension fields that this engine refuses; a name that
-    ends in `*` stands for all that begin so.
+    ends in `*` stands for all that begin so. `loras`: names of the adapters laid over the weights.
     """
 
     id: str
@@ -58,14 +63,33 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     pad_id: int | None = None
     tokenizer_sha: str | None = None
     control_ids: tuple[int, ...] = ()
+    special: dict[int, str] = {}
     fim: Fim | None = None
     chat_template: str | None = None
     constraints: bool = False
     unsupported: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
 
     def refuses(self, field: str) -> bool:
         """Whether the engine lacks this extension field."""
         return any(field.startswith(name[:-1]) if name.endswith("*") else field == name for name in self.unsupported)
+
+    def with_special(self, pieces: Callable[[int], bytes]) -> ModelCard:
+        """The card with its special tokens written out; `pieces` gives the raw bytes of an id. An id whose bytes are no
+        text has none."""
+        named = (token for token in (self.bos_id, self.eos_id, self.pad_id) if token is not None)
+        ids = {*self.control_ids, *self.end_ids, *named}
+        written = {token: pieces(token).decode(errors="ignore") for token in sorted(ids)}
+        control = tuple(
+            token for token in self.control_ids if not is_tag(written[token]) and written[token] not in tool_calls.TAGS
+        )
+        special = {token: text for token, text in written.items() if text}
+        return msgspec.structs.replace(self, control_ids=control, special=special)
+
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """The texts that are read as control tokens where special tokens are parsed."""
+        return tuple(text for text in self.special.values() if len(text.strip()) > 1 and not is_tag(text))
 
 
 def encode(card: ModelCard) -> bytes:

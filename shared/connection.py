@@ -14,6 +14,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from shared import sentinel
+
 #: Longest a socket may stay silent while an answer is due, s.
 SOCKET_TIMEOUT = 5.0
 #: Longest a blocking command may wait in the store, s; strictly below SOCKET_TIMEOUT.
@@ -31,12 +33,25 @@ def _options() -> dict[str, Any]:
     }
 
 
+def _resolved(url: str) -> tuple[str, dict[str, Any]]:
+    """An address that redis-py can read, and the options that go with it."""
+    if not sentinel.is_watched(url):
+        return url, _options()
+    watched = sentinel.parse(url)
+    return watched.url, {
+        **_options(),
+        "watched": watched,
+        "connection_class": sentinel.connection_class(watched.url),
+    }
+
+
 def connect(url: str, *, max_connections: int = 32) -> redis.Redis:
     """A client with a bounded pool: callers beyond `max_connections` wait for a connection.
 
-    Raises ValueError for a URL that is none. Connects on first use."""
+    Raises ValueError for a URL that is none. Connects on first use. `redis+sentinel://`: see shared/sentinel.py."""
+    url, options = _resolved(url)
     pool = redis.BlockingConnectionPool.from_url(
-        url, max_connections=max_connections, timeout=SOCKET_TIMEOUT, **_options()
+        url, max_connections=max_connections, timeout=SOCKET_TIMEOUT, **options
     )
     return redis.Redis(connection_pool=pool)
 
@@ -45,7 +60,8 @@ def raw(url: str) -> Any:
     """One connection of its own, not connected yet: a redis-py Connection (`send_packed_command`, `read_response`).
 
     It logs in, selects the database and speaks TLS as the URL says; what is sent and read is the caller's."""
-    pool = redis.ConnectionPool.from_url(url, **_options())
+    url, options = _resolved(url)
+    pool = redis.ConnectionPool.from_url(url, **options)
     return pool.make_connection()
 
 
@@ -68,3 +84,13 @@ def listen(channel: Any, *names: str | bytes, idle: float, more: Callable[[], bo
         answer = channel.read_response(disable_decoding=True)
         if isinstance(answer, list) and len(answer) >= 2:
             yield answer[0], answer[-1] if answer[0] == b"message" else b""
+
+
+def unless_another_type(answer: Any) -> Any:
+    """An answer of a pipeline that returns errors; None where the key is of another type, which says nothing about the
+    other answers and nothing about the store. Raises any other error."""
+    if isinstance(answer, redis.RedisError):
+        if "WRONGTYPE" not in str(answer):
+            raise answer
+        return None
+    return answer

@@ -114,6 +114,30 @@ class Cancelled(SluiceError):
     code = "cancelled"
 
 
+class IdempotencyConflict(SluiceError):
+    """The Idempotency-Key belongs to another request."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "idempotency_conflict"
+
+
+class FileInUse(SluiceError):
+    """An unfinished batch needs the file."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "file_in_use"
+
+
+class StreamExpired(SluiceError):
+    """The stream ended too long ago to be replayed; its result may still be there."""
+
+    status = 410
+    type = "invalid_request_error"
+    code = "stream_expired"
+
+
 class BodyTooLarge(SluiceError):
     """The body is over the limit."""
 
@@ -128,6 +152,29 @@ class UnsupportedMediaType(SluiceError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+
+
+class RateLimited(SluiceError):
+    """The key has used up its minute, or has as many requests running as it may. `retry_after_s`: when there is room."""
+
+    status = 429
+    type = "rate_limit_error"
+    retryable = True
+    code = "rate_limit_exceeded"
+
+
+class QueueFull(RateLimited):
+    """So many requests wait that this one would wait too long. `retry_after_s`: when there may be room."""
+
+    code = "queue_full"
+
+
+class StructuredOutputFailed(SluiceError):
+    """The text does not have the demanded form, or cannot get it."""
+
+    status = 502
+    type = "structured_output_failed"
+    code = "structured_output_failed"
 
 
 class Unavailable(SluiceError):
@@ -148,6 +195,13 @@ class WorkerLost(Unavailable):
     """The worker that had the request died."""
 
     code = "worker_lost"
+
+
+class PoisonRequest(Unavailable):
+    """Workers died while they ran this request, each before its first token: it may be what kills them."""
+
+    code = "poison_request"
+    retryable = False
 
 
 class WorkerShutdown(Unavailable):
@@ -197,8 +251,10 @@ BY_CODE: dict[str, type[SluiceError]] = {
         ContextLengthExceeded,
         ModelNotFound,
         Cancelled,
+        StructuredOutputFailed,
         NoWorker,
         WorkerLost,
+        PoisonRequest,
         WorkerShutdown,
         EngineOverloaded,
         StoreUnavailable,

@@ -8,16 +8,22 @@ fields they do not know. Knows nothing of Redis, HTTP or text.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-#: Version of frames and jobs; a reader that meets a higher one leaves them alone.
+from shared.errors import SluiceError
+
+#: Version of frames; a reader that meets a higher one leaves them alone.
 VERSION = 1
 
 #: One token's raw logprobs: its own, and the N best as (id, logprob), best first; behind them the token itself if it
 #: is none of them. So its own number always stands in the list, and N = 0 lists it alone.
 Logprob = tuple[float, list[tuple[int, float]]]
+
+
+#: A place in a list; nobody may count from its end.
+Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Take(msgspec.Struct, tag_field="k", tag="take"):
@@ -42,12 +48,12 @@ class Prompt(msgspec.Struct, tag_field="k", tag="prompt", omit_defaults=True, re
     `o` and `p` as in Delta, offsets within the prompt. The first token of a prompt has no logprob. A frame stays below
     64 KB."""
 
-    from_: int
+    from_: Index
     t: list[int]
     lp: list[Logprob | None]
     o: list[int]
     p: dict[int, str] = {}
-    i: int = 0
+    i: Index = 0
 
 
 class Delta(msgspec.Struct, tag_field="k", tag="delta", omit_defaults=True):
@@ -55,22 +61,26 @@ class Delta(msgspec.Struct, tag_field="k", tag="delta", omit_defaults=True):
 
     `n`: how many ids of the choice, since its first, have all their text out; absent = all. With logprobs, one an id:
     `lp`, and `o`, where its text begins, in code points of the choice's text. `p`: bytes, in hex, of each id in `t` and
-    `lp` that no earlier frame of the request told.
+    `lp` that no earlier frame of the request told. `c`: cached tokens of the choice's prompt, with its first delta, where
+    `start` did not tell. `r`: how many of the choice's ids, up to these, have turned out to be reasoning since the last
+    delta.
     """
 
-    i: int
+    i: Index
     t: list[int]
     text: str = ""
     n: int | None = None
     lp: list[Logprob] | None = None
     o: list[int] | None = None
     p: dict[int, str] = {}
+    c: int = 0
+    r: int = 0
 
 
 class Finish(msgspec.Struct, tag_field="k", tag="finish", omit_defaults=True):
     """Choice `i` is done. `stop_reason`: the stop string or stop token id that did it."""
 
-    i: int
+    i: Index
     reason: str
     stop_reason: str | int | None = None
 
@@ -89,6 +99,10 @@ class Error(msgspec.Struct, tag_field="k", tag="error", omit_defaults=True):
     error: dict[str, Any]
     status: int
     retryable: bool = False
+
+    @classmethod
+    def of(cls, error: SluiceError) -> Error:
+        return cls(error.to_object(), error.status, error.retryable)
 
 
 Frame = Take | Start | Prompt | Delta | Finish | End | Error
@@ -113,12 +127,12 @@ class Name(NamedTuple):
         return cls(int(a), int(s))
 
 
-#: ["a-s", frames], in a channel message.
-Entry = tuple[str, list[Frame]]
+#: ["a-s", frames], in a channel message; the frames not decoded yet.
+Told = tuple[str, msgspec.Raw]
 
 _encoder = msgspec.json.Encoder()
 _entry_decoder = msgspec.json.Decoder(list[Frame])
-_message_decoder = msgspec.json.Decoder(dict[str, int | Entry])
+_message_decoder = msgspec.json.Decoder(dict[str, int | Told])
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -130,8 +144,8 @@ def encode_entry(frames: list[Frame]) -> bytes:
     return _encoder.encode(frames)
 
 
-def decode_entry(raw: bytes) -> list[Frame]:
-    """Raises msgspec.ValidationError or msgspec.DecodeError."""
+def decode_entry(raw: bytes | msgspec.Raw) -> list[Frame]:
+    """Raises msgspec.ValidationError or msgspec.DecodeError, which are ValueErrors, or RecursionError."""
     return _entry_decoder.decode(raw)
 
 
@@ -141,10 +155,16 @@ def message(entries: list[tuple[str, Name, bytes]]) -> bytes:
     return b'{"v":%d,%b}' % (VERSION, body)
 
 
-def decode_message(raw: bytes) -> dict[str, tuple[Name, list[Frame]]]:
-    """Job id -> (name of the last frame, frames). Raises msgspec.ValidationError, msgspec.DecodeError, ValueError."""
+def decode_message(raw: bytes) -> dict[str, Told]:
+    """What a channel message tells, by job id, for `decode_told`. Raises ValueError or RecursionError."""
     decoded = _message_decoder.decode(raw)
-    return {job: (Name.parse(entry[0]), entry[1]) for job, entry in decoded.items() if not isinstance(entry, int)}
+    return {job: told for job, told in decoded.items() if not isinstance(told, int)}
+
+
+def decode_told(told: Told) -> tuple[Name, list[Frame]]:
+    """(name of the last frame, frames). Raises ValueError or RecursionError; what else is in the message may be whole."""
+    name, raw = told
+    return Name.parse(name), decode_entry(raw)
 
 
 def first_seq(last: Name, frames: list[Frame]) -> int:

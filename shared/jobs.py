@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import secrets
 import zlib
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 from shared.errors import InvalidRequest
+from shared.reasoning import MAX_TAG, Reasoning
 from shared.sampling import SamplingParams
+from shared.structured import Constraint
+from shared.tool_calls import Tools
 
+#: The version of jobs that this code reads. A job says from which one on it is understood: a worker that would overlook what
+#: it asks for leaves it to others. 2: with a constraint.
+VERSION = 2
 #: The only function name a job may carry (RQ wants one; nothing is imported by it).
 FUNCTION = "sluice.completion"
 
 Class = Literal["interactive", "batch"]
+#: Whose requests are those of clients without a key.
+DEFAULT_TENANT = "default"
 
 #: How long log and result of a request outlive its end that is not to be stored, s.
 FORGET_S = 60
@@ -35,13 +44,24 @@ class Placement(msgspec.Struct, frozen=True):
 
     `ahead`: before the tenant's own waiting requests. `fanout`: its frames also go to the channel `out:{id}`.
     `keep`: log and result stay readable for as long as the settings say; else for FORGET_S after the end.
+    `background`: it runs on without a client. `grace_s`: how long it does after a hang-up. `view`: how its client sees
+    it, for the API alone. `idempotency`: (key, what the key stands for).
+    `deadline_s`: from its submission; its client waits no longer. `result_ttl_s`: how long the result is kept, if not as
+    the settings and `keep` say. `webhook`: the URL that is told of its end, or "".
     """
 
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     klass: Class = "interactive"
     ahead: bool = False
     fanout: bool = False
     keep: bool = True
+    background: bool = False
+    grace_s: int = 0
+    view: bytes = b""
+    idempotency: tuple[str, str] | None = None
+    deadline_s: float | None = None
+    result_ttl_s: int | None = None
+    webhook: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,7 +70,13 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     `max_tokens` None = all remaining context; 0 = generate nothing, only score the prompts. `seed` is drawn at submission if the request had none.
     `suffix`: the text after the gap that each prompt is to fill. `add_special` / `parse_special`: how string prompts
     are tokenised. `skip_special`: control tokens are not shown. `tail`: what of it a prompt lacks is appended to it
-    (`shared/no_thinking.py`); the prompts themselves stay as sent. `created`: s, the API's clock.
+    (`shared/no_thinking.py`); the prompts themselves stay as sent. `cuts`: places in the one prompt, in code points and
+    ascending, at which it is tokenised in parts, so that no control token written in a message becomes one.
+    `reasoning`: how the text's reasoning is told from the rest, None if it is not.
+    `tools`: how calls of tools are told from the rest of it, None if they are not. `constraint`: what each choice's text
+    must be. `created`: s, the API's clock.
+
+    A chat is a job with one prompt, which the model's template has made of its messages.
     """
 
     id: str
@@ -70,8 +96,17 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     add_special: bool = True
     parse_special: bool = True
     tail: str = ""
+    cuts: tuple[int, ...] = ()
+    reasoning: Reasoning | None = None
+    tools: Tools | None = None
     skip_special: bool = True
     params: SamplingParams = SamplingParams()
+    constraint: Constraint | None = None
+
+    @property
+    def version(self) -> int:
+        """From which version on a worker understands all of it."""
+        return 1 if self.constraint is None else 2
 
     @property
     def candidates(self) -> int:
@@ -102,6 +137,23 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidRequest(f"logprobs must be from 0 to {MAX_LOGPROBS}.", param="logprobs")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise InvalidRequest("max_tokens must not be negative.", param="max_tokens")
+        if self.constraint is not None:
+            self.constraint.check()
+        if self.reasoning is not None:
+            for tag in (self.reasoning.open, self.reasoning.close):
+                if not 0 < len(tag) <= MAX_TAG or tag != tag.strip():
+                    raise InvalidRequest(f"The job's think tags must have 1 to {MAX_TAG} characters.")
+        if self.tools is not None:
+            self.tools.check()
+        if self.cuts and not (
+            len(self.prompts) == 1 and isinstance(self.prompts[0], str) and _ascending(self.cuts, len(self.prompts[0]))
+        ):
+            raise InvalidRequest("The job's prompt cannot be cut there.")
+
+
+def _ascending(cuts: tuple[int, ...], length: int) -> bool:
+    """Strictly, and inside a text of that length."""
+    return cuts[0] > 0 and cuts[-1] < length and all(a < b for a, b in pairwise(cuts))
 
 
 def new_id(prefix: str = "cmpl") -> str:

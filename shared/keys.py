@@ -11,6 +11,23 @@ PREFIX = "sluice:"
 WORKERS = PREFIX + "workers"
 PROCS = PREFIX + "procs"
 CARDS = PREFIX + "cards"
+#: set of the lists of handed-over requests.
+RESUMES = PREFIX + "resumes"
+#: zset of all files and of all batches, scored by their creation, us; of files that go by themselves, scored by when (s);
+#: of unfinished batches, each as `{tenant} {id}`, scored by creation.
+FILES = PREFIX + "files"
+BATCHES = PREFIX + "batches"
+FILES_EXPIRE = PREFIX + "files-expire"
+BATCHES_OPEN = PREFIX + "batches-open"
+#: zset of webhooks that are to be sent, scored by when, ms.
+HOOKS = PREFIX + "hooks"
+#: zset of the requests that have ended and whose results nobody has kept yet, by the time of their ends, ms.
+UNKEPT = PREFIX + "unkept"
+#: API keys: hash digest -> key, a string that changes with it, and hash id -> when it was last used. Not below PREFIX, so
+#: that a user of the store may have all of that and none of these.
+KEYS = "sluice-keys"
+KEYS_VERSION = "sluice-keys:version"
+KEYS_USED = "sluice-keys:used"
 RQ_QUEUES = "rq:queues"
 RQ_QUEUE = "rq:queue:"
 
@@ -23,6 +40,16 @@ def log(job_id: str) -> str:
     return f"{PREFIX}log:{job_id}"
 
 
+def results(job_id: str) -> str:
+    """stream of RQ's results of a job; ours has one."""
+    return f"rq:results:{job_id}"
+
+
+def idempotency(tenant: str, key: str) -> str:
+    """string: id of the request that has the key, and what the key stands for."""
+    return f"{PREFIX}idem:{tenant}:{key}"
+
+
 def queue_name(model: str, klass: str, tenant: str) -> str:
     """The RQ queue in which a tenant's requests of one class wait."""
     return f"{model}:{klass}:{tenant}"
@@ -33,12 +60,23 @@ def queue(name: str) -> str:
 
 
 def ring(model: str, klass: str) -> str:
-    """zset of the tenants with waiting requests, scored by requests served."""
+    """zset of the tenants with waiting requests, scored by tokens served."""
     return f"{PREFIX}ring:{model}:{klass}"
 
 
 def resume(model: str, fingerprint: str) -> str:
+    """List of handed-over requests; those of the batch class have one of their own, with `:batch` at its end."""
     return f"{PREFIX}resume:{model}:{fingerprint}"
+
+
+def served(model: str, klass: str) -> str:
+    """zset of tenants, waiting or not: the tokens they were served. Whoever comes back goes on from there."""
+    return f"{PREFIX}served:{model}:{klass}"
+
+
+def pace(model: str) -> str:
+    """hash: what the last requests of a model took and were served. See `_prelude.lua`."""
+    return f"{PREFIX}pace:{model}"
 
 
 def bell(model: str) -> str:
@@ -95,3 +133,42 @@ def tokenizer(sha: str) -> str:
 def starter(model: str) -> str:
     """string, present while something is known that starts workers for the model."""
     return f"{PREFIX}starter:{model}"
+
+
+def file(file_id: str) -> str:
+    """hash: what is known of a file; its bytes are in the file store."""
+    return f"{PREFIX}file:{file_id}"
+
+
+def files_of(tenant: str) -> str:
+    """zset of a tenant's files, scored by creation, us; "*": everybody's."""
+    return FILES if tenant == "*" else f"{FILES}:{tenant}"
+
+
+def batch(batch_id: str) -> str:
+    return f"{PREFIX}batch:{batch_id}"
+
+
+def batches_of(tenant: str) -> str:
+    """zset of a tenant's batches, scored by creation, us; "*": everybody's."""
+    return BATCHES if tenant == "*" else f"{BATCHES}:{tenant}"
+
+
+def batch_lines(batch_id: str) -> str:
+    """string, a byte for each line: 0 not done, c completed, f failed, s not to be done (a replay's)."""
+    return f"{PREFIX}batch-lines:{batch_id}"
+
+
+def batch_parts(batch_id: str) -> str:
+    """list: the pieces of a running batch's output and error file, JSON, oldest first."""
+    return f"{PREFIX}batch-parts:{batch_id}"
+
+
+def batch_lease(batch_id: str) -> str:
+    """string, while a runner has the batch: its fence."""
+    return f"{PREFIX}batch-lease:{batch_id}"
+
+
+def hook(event_id: str) -> str:
+    """hash: a webhook that has not arrived yet."""
+    return f"{PREFIX}hook:{event_id}"

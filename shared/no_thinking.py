@@ -6,12 +6,7 @@ need: the API for its counts, the worker for what it runs. Pure.
 
 from __future__ import annotations
 
-import re
-
-#: Opening tags of the families in use: <think>, <thinking>, <seed:think>, [THINK], ◁think▷ and the like.
-OPENING = re.compile(
-    r"<(?:\w+:)?(?:think|thinking|thought|thoughts|reason|reasoning)>|\[THINK\]|◁think▷|<\|(?:think|begin_of_thought)\|>"
-)
+from shared.think_tags import OPENING
 
 
 def missing(prompt: str, tail: str) -> str:

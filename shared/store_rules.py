@@ -6,15 +6,20 @@ Knows nothing of who starts the store.
 
 from __future__ import annotations
 
+import re
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import redis
 
 from shared.connection import connect
+from shared.sentinel import is_watched
 
 #: The oldest Redis whose scripts know `flags=allow-oom`. Valkey reports 7.2.4 here, whatever its own version.
 MIN_VERSION = (7, 0)
+
+
+_PASSWORD_PARAMETER = re.compile(r"([?&][a-z_]*password=)[^&#]*", re.IGNORECASE)
 
 
 class StoreRefused(Exception):
@@ -39,11 +44,11 @@ def check_store(url: str) -> list[str]:
         raise StoreRefused(f"The store at {without_password(url)} cannot be reached: {error}") from None
     finally:
         client.close()
-    return judge(info, without_password(url))
+    return judge(info, without_password(url), watched=is_watched(url))
 
 
-def judge(info: dict[str, Any], name: str) -> list[str]:
-    """`check_store` on the answer of INFO; `name` is what messages call the store."""
+def judge(info: dict[str, Any], name: str, *, watched: bool = False) -> list[str]:
+    """`check_store` on the answer of INFO; `name` is what messages call the store. `watched`: by sentinels."""
     version = str(info.get("redis_version", "0"))
     if parse_version(version) < MIN_VERSION:
         raise StoreRefused(f"The store at {name} is Redis {version}; Sluice needs Redis 7.0 or newer, or Valkey.")
@@ -59,12 +64,18 @@ def judge(info: dict[str, Any], name: str) -> list[str]:
             f"The store at {name} throws keys away when memory is short (maxmemory-policy {policy}), also those of "
             "running requests. Set it to noeviction: redis-cli CONFIG SET maxmemory-policy noeviction"
         )
+    warnings = []
     if info.get("aof_enabled") != 1:
-        return [
+        warnings.append(
             f"The store at {name} keeps no append-only file: after a restart of the store, requests are lost. "
             "To change that: redis-cli CONFIG SET appendonly yes"
-        ]
-    return []
+        )
+    if watched and "min_slaves_good_slaves" not in info:  # INFO has it where the setting is above 0
+        warnings.append(
+            f"The store at {name} takes writes while no replica hears them: a primary that is cut off goes on taking "
+            "requests that a failover then loses. To change that, on every one: redis-cli CONFIG SET min-replicas-to-write 1"
+        )
+    return warnings
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -76,8 +87,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 def without_password(url: str) -> str:
     """The address as it may stand in a log."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    shown = _PASSWORD_PARAMETER.sub(r"\1***", url)
+    login, at, _ = urlsplit(shown).netloc.rpartition("@")
+    username, colon, _ = login.partition(":")
+    return shown.replace(f"//{login}@", f"//{username}:***@", 1) if at and colon else shown

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from api.gateway import Gateway
@@ -22,7 +23,21 @@ from shared.jobs import Job, Placement, new_id
 from shared.settings import Settings
 from tests.stack import REAL, SCRIPTED, Stack
 
+#: No clock in property tests: the machine may be busy with anything else.
+hypothesis.settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("unhurried")
+
 ROOT = Path(__file__).resolve().parent.parent
+#: For tests that compare with the package, or with what the server finds by it. The server, and so the suite, runs without.
+needs_jsonschema = pytest.mark.jsonschema
+#: How many tests that are in all, so that a run without it has as many skips and no more.
+NEED_JSONSCHEMA = 219
+try:
+    import jsonschema
+except ImportError:
+    jsonschema = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +46,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def wait_for(what: Callable[[], Any], timeout: float = 10.0, every: float = 0.02) -> Any:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    need = [item for item in items if item.get_closest_marker("jsonschema")]
+    if jsonschema is None:
+        for item in need:
+            item.add_marker(pytest.mark.skip(reason="jsonschema is not installed"))
+        whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        if whole and len(need) != NEED_JSONSCHEMA:
+            raise pytest.UsageError(f"{len(need)} tests need jsonschema, not {NEED_JSONSCHEMA}: tests/conftest.py.")
+
+
+def wait_for(what: Callable[[], Any], timeout: float = 30.0, every: float = 0.02) -> Any:
     """Polls until `what()` is true and returns it. Fails after `timeout` seconds."""
     end = time.monotonic() + timeout
     while not (value := what()):
@@ -76,19 +102,28 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 class Worker:
-    """`python -m workers` as a child of the test."""
+    """`python -m workers`, or another `module` that takes its options, as a child of the test. `seen_by`: the URL by which
+    the test finds it there, if not `url`."""
 
-    def __init__(self, url: str, name: str, *options: str, **settings: object) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        *options: str,
+        module: str = "workers",
+        seen_by: str | None = None,
+        **settings: object,
+    ) -> None:
         self.name = name
         env = {
             **os.environ,
             "REDIS_URL": url,
             **{f"SLUICE_{key.upper()}": str(value) for key, value in settings.items()},
         }
-        command = [sys.executable, "-m", "workers", "--engine", "scripted", "--name", name, *options]
+        command = [sys.executable, "-m", module, "--engine", "scripted", "--name", name, *options]
         self.process = subprocess.Popen(command, env=env, cwd=ROOT)
-        client: Any = connection.connect(url)
-        wait_for(lambda: self.process.poll() is not None or client.exists(keys.stat(name)), 30)
+        client: Any = connection.connect(seen_by or url)
+        wait_for(lambda: self.process.poll() is not None or client.exists(keys.stat(name)), 60)
         client.close()
         assert self.process.poll() is None, "the worker did not start"
 
@@ -177,8 +212,8 @@ class Stream:
 class Node:
     """The API's side of the store, without HTTP."""
 
-    def __init__(self, url: str, **hub: Any) -> None:
-        self.settings = Settings(redis_url=url)
+    def __init__(self, url: str, *, settings: dict[str, Any] | None = None, **hub: Any) -> None:
+        self.settings = Settings(redis_url=url, **(settings or {}))
         self.store: Any = connection.connect(url)
         self.gateway = Gateway(self.store, self.settings)
         self.hub = Hub(url, self.gateway.proc, store_wait=30.0, lost=self.gateway.end_if_abandoned, **hub)
@@ -190,7 +225,8 @@ class Node:
         self, prompt: str, *, tenant: str = "default", placement: dict[str, Any] | None = None, **fields: Any
     ) -> Stream:
         wait_for(self.gateway.cards)
-        job = Job(id=new_id(), model="scripted", prompts=[prompt], seed=1, created=int(time.time()), **fields)
+        fields = {"model": "scripted", **fields}
+        job = Job(id=new_id(), prompts=[prompt], seed=1, created=int(time.time()), **fields)
         stream = Stream(self, job)
         self.gateway.submit(job, Placement(tenant=tenant, **(placement or {})))
         stream.subscription.submitted = True
@@ -201,11 +237,23 @@ class Node:
 
 
 @pytest.fixture
-def node(store: Store) -> Iterator[Node]:
-    node = Node(store.url)
-    yield node
-    node.hub.stop()
-    node.gateway.leave()
+def open_node(store: Store) -> Iterator[Callable[..., Node]]:
+    """Opens API sides with settings of their own. (One that stays open would sweep for the others, by its settings.)"""
+    nodes: list[Node] = []
+
+    def open_one(*, subscribe_delay: float = 0.0, **settings: Any) -> Node:
+        nodes.append(Node(store.url, settings=settings, subscribe_delay=subscribe_delay))
+        return nodes[-1]
+
+    yield open_one
+    for node in nodes:
+        node.hub.stop()
+        node.gateway.leave()
+
+
+@pytest.fixture
+def node(open_node: Callable[..., Node]) -> Node:
+    return open_node()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -19,11 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlencode
 
 import pytest
 import redis
 
-from scripts import carried_model
+from scripts import carried_model, ports
 from shared import connection
 from shared.settings import Settings
 from tests.faults import processes
@@ -43,6 +45,54 @@ READY_S = 100.0
 ANSWER_S = 60.0
 
 Leave = Literal["close", "half-close", "reset"]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+class Chat(list[dict[str, Any]]):
+    """The messages of a chat. In the place of a prompt it makes the request one of `/v1/chat/completions`."""
+
+
+def said(content: Any) -> Chat:
+    """A chat in which the user has said something: for the scripted engine, its script."""
+    return Chat([{"role": "user", "content": content}])
+
+
+def path_of(prompt: Any) -> str:
+    return CHATS if isinstance(prompt, Chat) else COMPLETIONS
+
+
+def path_of_job(job_id: str) -> str:
+    return f"{CHATS if job_id.startswith('chatcmpl-') else COMPLETIONS}/{job_id}"
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """The text of a choice, whole or of a chunk, of whichever kind; of a chat without the reasoning."""
+    return choice["text"] if "text" in choice else spoken(choice).get("content") or ""
+
+
+def reasoning_of(choice: dict[str, Any]) -> str:
+    return spoken(choice).get("reasoning_content") or ""
+
+
+def calls_of(pieces: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """(name, arguments) of the calls in the pieces of one choice, or in the whole. Fails where ids and places do not fit."""
+    found: list[list[str]] = []
+    ids: list[str] = []
+    for place, call in (item for piece in pieces for item in enumerate(spoken(piece).get("tool_calls", ()))):
+        number = call.get("index", place)
+        if "id" in call:
+            assert number == len(found) and call["type"] == "function", call
+            found.append([call["function"]["name"], ""])
+            ids.append(call["id"])
+        found[number][1] += call["function"]["arguments"]
+    assert len(set(ids)) == len(ids)
+    return tuple((name, arguments) for name, arguments in found)
+
+
+def spoken(choice: dict[str, Any]) -> dict[str, Any]:
+    """Message or delta."""
+    found: dict[str, Any] = choice.get("message") or choice.get("delta") or {}
+    return found
 
 
 def strict_json(raw: bytes | str) -> Any:
@@ -75,7 +125,15 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return self.choice["text"]
+        return text_of(self.choice)
+
+    @property
+    def reasoning(self) -> str:
+        return reasoning_of(self.choice)
+
+    @property
+    def calls(self) -> tuple[tuple[str, str], ...]:
+        return calls_of([self.choice])
 
     @property
     def finish(self) -> str:
@@ -98,9 +156,16 @@ class Stream:
     (s since the request); `comments`; `done`: how many `[DONE]`; `ended`: the body came to its end, in good order.
     """
 
-    def __init__(self, port: int, body: dict[str, Any], headers: dict[str, str]) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
+    def __init__(
+        self,
+        connect: Callable[[float], http.client.HTTPConnection],
+        body: dict[str, Any] | None,
+        headers: dict[str, str],
+        method: str = "POST",
+        path: str = COMPLETIONS,
+    ) -> None:
         self._began = time.monotonic()
+        self._connection = connect(ANSWER_S)
         self.raw = b""
         self.data: list[dict[str, Any]] = []
         self.ids: list[str | None] = []
@@ -111,9 +176,8 @@ class Stream:
         self.answer: Answer | None = None
         self._id: str | None = None
         try:
-            self._connection.connect()
             self._socket = self._connection.sock
-            self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            self._connection.request(method, path, None if body is None else json.dumps(body), headers)
             self._response = self._connection.getresponse()
             self.status = self._response.status
             self.headers = lower(self._response.getheaders())
@@ -187,7 +251,15 @@ class Stream:
 
     @property
     def text(self) -> str:
-        return "".join(choice["text"] for choice in self.pieces)
+        return "".join(map(text_of, self.pieces))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(map(reasoning_of, self.pieces))
+
+    @property
+    def calls(self) -> tuple[tuple[str, str], ...]:
+        return calls_of(self.pieces)
 
     @property
     def finish(self) -> str | None:
@@ -240,9 +312,12 @@ class Stream:
 class Unanswered:
     """A request whose answer nobody has read, yet or ever: plain ones, and those that a test hangs up on."""
 
-    def __init__(self, port: int, body: dict[str, Any]) -> None:
+    def __init__(
+        self, port: int, body: dict[str, Any], headers: dict[str, str] | None = None, path: str = COMPLETIONS
+    ) -> None:
         raw = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n"
+        more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n{more}"
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S)
         self.socket.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + raw)
 
@@ -263,10 +338,21 @@ class Unanswered:
 
 
 class Client:
-    """Calls the server on a port of this machine, one connection a call."""
+    """Calls the server on a port of this machine, one connection a call. `key`: the API key to show, "" for none."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, key: str = "") -> None:
         self.port = port
+        self.key = key
+
+    def connect(self, timeout: float) -> http.client.HTTPConnection:
+        """A new connection to the server."""
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        client.connect()
+        return client
+
+    def _headers(self, more: dict[str, str] | None) -> dict[str, str]:
+        shown = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"Content-Type": "application/json", **shown, **(more or {})}
 
     def call(
         self,
@@ -279,9 +365,9 @@ class Client:
         timeout: float = ANSWER_S,
     ) -> Answer:
         """`raw`: the body's bytes as they are. A header given as "" is not sent."""
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        sent = self._headers(headers)
         began = time.monotonic()
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        client = self.connect(timeout)
         try:
             content = raw if raw is not None else None if body is None else json.dumps(body).encode()
             client.request(method, path, content, {name: value for name, value in sent.items() if value})
@@ -294,23 +380,39 @@ class Client:
     def complete(
         self, prompt: Any, *, model: str | None = SCRIPTED, timeout: float = ANSWER_S, **fields: Any
     ) -> Answer:
-        return self.call("POST", "/v1/completions", body(prompt, model, fields), timeout=timeout)
+        return self.call("POST", path_of(prompt), body(prompt, model, fields), timeout=timeout)
 
     def open(
         self, prompt: Any, *, model: str | None = SCRIPTED, headers: dict[str, str] | None = None, **fields: Any
     ) -> Stream:
         """A stream whose headers are there."""
-        sent = {"Content-Type": "application/json", **(headers or {})}
-        return Stream(self.port, body(prompt, model, {"stream": True, **fields}), sent)
+        asked = body(prompt, model, {"stream": True, **fields})
+        return Stream(self.connect, asked, self._headers(headers), path=path_of(prompt))
 
     def stream(self, prompt: Any, *, timeout: float = ANSWER_S, **more: Any) -> Stream:
         """A stream read to its end; check `answer` if there may be none."""
         with self.open(prompt, **more) as stream:
             return stream if stream.answer else stream.read(timeout=timeout)
 
-    def ask(self, prompt: Any, *, model: str | None = SCRIPTED, **fields: Any) -> Unanswered:
+    def resume(
+        self, job_id: str, cursor: str | None = None, *, headers: dict[str, str] | None = None, **query: str
+    ) -> Stream:
+        """The stream of an earlier request, behind an event; its headers are there."""
+        sent = {**({} if cursor is None else {"Last-Event-ID": cursor}), **(headers or {})}
+        path = f"{path_of_job(job_id)}?{urlencode({'stream': 'true', **query})}"
+        return Stream(self.connect, None, sent, "GET", path)
+
+    def job(self, job_id: str) -> Answer:
+        return self.call("GET", path_of_job(job_id))
+
+    def cancel(self, job_id: str) -> Answer:
+        return self.call("POST", f"{path_of_job(job_id)}/cancel")
+
+    def ask(
+        self, prompt: Any, *, model: str | None = SCRIPTED, headers: dict[str, str] | None = None, **fields: Any
+    ) -> Unanswered:
         """Sends a request and does not wait for anything."""
-        return Unanswered(self.port, body(prompt, model, fields))
+        return Unanswered(self.port, body(prompt, model, fields), headers, path_of(prompt))
 
     def status(self) -> dict[str, Any]:
         answer = self.call("GET", "/v1/status")
@@ -349,7 +451,8 @@ class Client:
 class Stack(Client):
     """`sluice up` in a session of its own, on a free port and a fresh data folder. A context manager.
 
-    `options` go to the command line, `real` is the id of the model that is not scripted, `settings` (lower-case names) to the environment."""
+    `options` go to the command line, `real` is the id of the model that is not scripted, `settings` (lower-case names) to
+    the environment. `module` is what runs as `sluice`."""
 
     def __init__(
         self,
@@ -358,9 +461,11 @@ class Stack(Client):
         *,
         options: Sequence[str] = (),
         real: str = REAL,
+        key: str = "",
+        module: str = "scripts.cli",
         **settings: object,
     ) -> None:
-        super().__init__(free_port())
+        super().__init__(free_port(), key)
         self.folder = folder
         self.engines = engines
         self.real = real
@@ -376,7 +481,7 @@ class Stack(Client):
             "SLUICE_DATA_DIR": str(folder / "data"),
             **{f"SLUICE_{name.upper()}": str(value) for name, value in settings.items()},
         }
-        self.command = [sys.executable, "-m", "scripts.cli", "up", "--port", str(self.port), *options]
+        self.command = [sys.executable, "-m", module, "up", "--port", str(self.port), *options]
         for engine in engines:
             self.command += ["--engine", engine]
         self._log = folder / "log.txt"
@@ -424,7 +529,7 @@ class Stack(Client):
         return sorted(pid for pid, command in self.processes().items() if part in command)
 
     def workers(self) -> list[int]:
-        return self.pids(" -m workers ")
+        return sorted(self.pids(" -m workers ") + self.pids(" -m tests.exllamav2.worker "))
 
     def api_processes(self) -> list[int]:
         """The processes that answer; not the master, which is the first."""
@@ -433,11 +538,16 @@ class Stack(Client):
     def stores(self) -> list[int]:
         return self.pids("-server ")
 
+    @property
+    def url(self) -> str:
+        """Of the stack's own store."""
+        owner = json.loads((self.folder / "data" / "lock").read_text())
+        return f"unix://{owner['socket_folder']}/store.sock"
+
     @contextlib.contextmanager
     def store(self) -> Iterator[redis.Redis]:
         """The stack's own store, for what HTTP does not show."""
-        owner = json.loads((self.folder / "data" / "lock").read_text())
-        client = connection.connect(f"unix://{owner['socket_folder']}/store.sock")
+        client = connection.connect(self.url)
         with contextlib.closing(client):
             yield client
 
@@ -456,13 +566,18 @@ def lower(headers: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def body(prompt: Any, model: str | None, fields: dict[str, Any]) -> dict[str, Any]:
-    return {**({} if model is None else {"model": model}), "prompt": prompt, **fields}
+    asked = {"messages": prompt} if isinstance(prompt, Chat) else {"prompt": prompt}
+    return {**({} if model is None else {"model": model}), **asked, **fields}
+
+
+#: Below those that the system gives to whoever connects; each process of the tests begins at another.
+_PORTS = itertools.count(os.getpid() * 101 % 11_000)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    while not ports.is_free("127.0.0.1", port := 20_000 + next(_PORTS) % 11_000):
+        pass
+    return port
 
 
 def hexes(*pieces: str, **more: Any) -> str:

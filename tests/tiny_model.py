@@ -35,7 +35,12 @@ def byte_symbols() -> list[str]:
 
 
 def write_tiny_model(
-    path: Path, *, fim: bool = True, add_bos: bool = True, metadata: Mapping[str, int] | None = None
+    path: Path,
+    *,
+    fim: bool = True,
+    add_bos: bool = True,
+    metadata: Mapping[str, int] | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """Without `fim`, the tokens of fill-in-the-middle have names that nobody knows. `metadata`: more of it."""
     import gguf
@@ -60,6 +65,8 @@ def write_tiny_model(
     writer.add_bos_token_id(ID["<|begin|>"])
     writer.add_eos_token_id(ID["<|end|>"])
     writer.add_add_bos_token(add_bos)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
     for key, value in (metadata or {}).items():
         writer.add_uint32(key, value)
     random = np.random.default_rng(5)

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 def with_aliases(card: ModelCard, aliases: list[str]) -> ModelCard:
     """The card with those of the aliases (NAME=MODEL_ID) that name it. Raises ValueError for one that is none."""
-    names = list(card.aliases)
+    names: list[str] = []
     for alias in aliases:
         name, equals, target = alias.partition("=")
         if not (name and equals and target):
@@ -77,4 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is written and closed; taking torch apart would take seconds more

@@ -3,7 +3,8 @@
 First one XADD a lane with all its frames since the last; then, for what was accepted, one PUBLISH a home channel
 and the ends. The log's ids are the fence: a lane that was overtaken is refused by the store itself. A lane's
 first write on a new connection, and any after an error, goes through emit.lua, which adds only behind the very
-frame that the lane wrote last. Knows nothing of engines and tokens.
+frame that the lane wrote last; where the store came back with older data, the lane puts back what it lost. Knows
+nothing of engines and tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import redis
 import structlog
 
 from shared import connection, frames, keys, scripts
-from shared.errors import InternalError, LogLost, SluiceError
+from shared.errors import InternalError, SluiceError
 from shared.frames import Error, Name
 from workers.lane import Lane
 
@@ -26,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 #: Pause between attempts to reach the store, s.
 RETRY = 0.2
+#: Bytes after which an entry takes no further frames of what has piled up; the rest goes in the next round.
+ENTRY_BYTES = 64 * 1024
 
 Command = tuple[Any, ...]
 
@@ -33,7 +36,8 @@ Command = tuple[Any, ...]
 class Emitter(threading.Thread):
     """`over(lane, won)` is called from this thread when a lane has said its last: `won` if its end is the request's.
 
-    `worker` is a function because a worker that was retired goes on under a new name.
+    `worker` is a function because a worker that was retired goes on under a new name; its lanes keep the one that they
+    were taken under.
     """
 
     def __init__(self, url: str, worker: Callable[[], str], over: Callable[[Lane, bool], None]) -> None:
@@ -101,7 +105,7 @@ class Emitter(threading.Thread):
             return
         self._connection.connect()
         self._epoch += 1
-        self._exchange([("SCRIPT", "LOAD", scripts.text(name)) for name in ("emit", "end")])
+        self._exchange([("SCRIPT", "LOAD", scripts.text(name)) for name in ("emit", "end", "put_back", "release")])
         self._connected = True
 
     def _exchange(self, commands: list[Command]) -> list[Any]:
@@ -124,13 +128,16 @@ class Emitter(threading.Thread):
         for lane in lanes:
             if lane.dropped:
                 self._over(lane, False)
+            elif lane.lost:
+                self._put_back(lane)
+                lane.lost = False
         lanes = [lane for lane in lanes if not lane.dropped]
         written = self._write(lanes)
-        ending = [
-            lane for lane in lanes if lane.terminal and not lane.outbox and not lane.inflight and not lane.dropped
-        ]
-        self._publish_and_end(written, ending)
-        return [lane for lane in lanes if not lane.dropped and (lane.outbox or lane.inflight or lane.terminal)]
+        quiet = [lane for lane in lanes if not lane.outbox and not lane.inflight and not lane.dropped]
+        ending = [lane for lane in quiet if lane.terminal]
+        leaving = [lane for lane in quiet if lane.handing_over and not lane.terminal]
+        self._publish_and_end(written, ending, leaving)
+        return [lane for lane in lanes if not lane.dropped and (lane.outbox or lane.inflight or lane.closing)]
 
     # -- first round trip
 
@@ -155,28 +162,46 @@ class Emitter(threading.Thread):
                 answer, redis.ResponseError
             ):  # equal or smaller, out of memory, read only: emit.lua will tell
                 lane.epoch = -1
+                if plain:
+                    continue
                 if _concerns_one_key(answer):
-                    log.warning("lane_given_up", job=lane.job.id, error=str(answer))
-                    lane.dropped = True
-                    self._over(lane, False)
-                elif not plain:  # refused twice: the store takes nothing now
+                    self._give_up(lane, answer)
+                else:  # refused twice: the store takes nothing now
                     self._say("write_refused", answer)
                     self._refusals += 1
+            elif answer is None:  # there is no log any more
+                lane.epoch = -1
             elif plain or answer[0] == b"ok":
                 lane.epoch = self._epoch
                 lane.written, lane.inflight = name, None
+                lane.log.append((name, entry))
                 if plain:
                     written.append((lane, name, entry))
             else:
                 self._refused(lane, Name(int(answer[1]), int(answer[2])))
         return written
 
+    def _not_let_go(self, lane: Lane, event: str, error: redis.ResponseError) -> None:
+        """The store did not take a lane's end, or did not take it back."""
+        if _concerns_one_key(error):
+            self._give_up(lane, error)
+        else:
+            self._say(event, error)
+            self._refusals += not isinstance(error, redis.exceptions.NoScriptError)
+
+    def _give_up(self, lane: Lane, error: redis.ResponseError) -> None:
+        log.warning("lane_given_up", job=lane.job.id, error=str(error))
+        lane.dropped = True
+        self._over(lane, False)
+
     def _next_entry(self, lane: Lane) -> tuple[Name, bytes] | None:
-        """All frames of the lane's outbox as one entry, named behind what is written."""
+        """The frames of the lane's outbox as one entry, named behind what is written."""
         batch: list[bytes] = []
+        size = 0
         try:
-            while lane.outbox:
-                batch += map(frames.encode_frame, lane.outbox.popleft())
+            while lane.outbox and size < ENTRY_BYTES:
+                batch += (together := [frames.encode_frame(frame) for frame in lane.outbox.popleft()])
+                size += sum(map(len, together))
         except Exception:  # a bug of ours, on one lane: the others go on
             log.exception("lane_failed", job=lane.job.id)
             _end_with(lane, InternalError())
@@ -190,12 +215,33 @@ class Emitter(threading.Thread):
             lane.dropped = True
             self._over(lane, False)
             return
-        log.warning("log_lost", job=lane.job.id, written=str(lane.written), top=str(top))
-        _lose(lane)
+        self._put_back(lane)
+
+    def _put_back(self, lane: Lane, end: bytes = b"") -> None:
+        """The store lost what this lane had written, as it came back with older data: it gets it again, with the
+        entry under way if there is one, and with `end` if the lane has ended."""
+        log.warning("put_back", job=lane.job.id, written=str(lane.written))
+        if lane.inflight is not None:
+            lane.log.append(lane.inflight)
+        answer = self._exchange([_put_back(lane, self._owner(lane), end)])[0]
+        if isinstance(answer, redis.ResponseError):
+            if lane.inflight is not None:
+                lane.log.pop()
+            self._not_let_go(lane, "put_back_refused", answer)
+            return
+        if lane.inflight is not None:
+            lane.written, lane.inflight = lane.inflight[0], None
+        if answer[0] == b"ok":
+            lane.epoch = self._epoch
+            return
+        lane.dropped = True
+        self._over(lane, answer[0] == b"ended")
 
     # -- second round trip
 
-    def _publish_and_end(self, written: list[tuple[Lane, Name, bytes]], ending: list[Lane]) -> None:
+    def _publish_and_end(
+        self, written: list[tuple[Lane, Name, bytes]], ending: list[Lane], leaving: list[Lane]
+    ) -> None:
         channels: dict[str, list[tuple[str, Name, bytes]]] = defaultdict(list)
         for lane, name, entry in written:
             if lane.home:
@@ -206,33 +252,42 @@ class Emitter(threading.Thread):
             ("PUBLISH", channel, frames.message(entries)) for channel, entries in channels.items()
         ]
         commands += [self._end(lane) for lane in ending]
+        commands += [_release(lane, self._owner(lane)) for lane in leaving]
         if not commands:
             return
         answers = self._exchange(commands)[len(channels) :]
-        for lane, answer in zip(ending, answers, strict=True):
+        for lane, answer in zip(leaving, answers[len(ending) :], strict=True):
             if isinstance(answer, redis.ResponseError):
-                self._say("end_refused", answer)
-                self._refusals += not isinstance(answer, redis.exceptions.NoScriptError)
-                continue
-            code, by = int(answer[0]), answer[1] if len(answer) > 1 else b""
-            if code == -3:
-                log.warning("log_lost", job=lane.job.id, written=str(lane.written))
-                _lose(lane)
+                self._not_let_go(lane, "release_refused", answer)
                 continue
             lane.dropped = True
-            self._over(lane, code == 1 or (code == 0 and by == self._worker().encode()))
+            self._over(lane, False)
+        for lane, answer in zip(ending, answers[: len(ending)], strict=True):
+            if isinstance(answer, redis.ResponseError):
+                self._not_let_go(lane, "end_refused", answer)
+                continue
+            code, by = int(answer[0]), answer[1] if len(answer) > 1 else b""
+            if code in (-1, -3):
+                assert lane.terminal is not None
+                self._put_back(lane, frames.encode_frame(lane.terminal))
+                continue
+            lane.dropped = True
+            self._over(lane, code == 1 or (code == 0 and by == self._owner(lane).encode()))
 
     def _end(self, lane: Lane) -> Command:
         assert lane.terminal is not None
-        seq = "" if _is_lost(lane) else str(lane.written.s)
-        attempt = str(lane.attempt)
+        seq, attempt = str(lane.written.s), str(lane.attempt)
         frame = frames.encode_frame(lane.terminal)
-        # an end needs its attempt; one that is lost has no seq to compare
-        return ("EVALSHA", scripts.sha("end"), "0", lane.job.id, attempt, seq, self._worker(), frame, lane.outcome)
+        return ("EVALSHA", scripts.sha("end"), "0", lane.job.id, attempt, seq, self._owner(lane), frame, lane.outcome)
+
+    def _owner(self, lane: Lane) -> str:
+        """The name that the lane was taken under."""
+        return lane.fields.get(b"owner", b"").decode() or self._worker()
 
 
 def _xadd(lane: Lane, name: Name, entry: bytes) -> Command:
-    return ("XADD", keys.log(lane.job.id), str(name), "f", entry)
+    """Never makes a log: what comes late, when the request has long been forgotten, would stay for ever."""
+    return ("XADD", keys.log(lane.job.id), "NOMKSTREAM", str(name), "f", entry)
 
 
 def _emit(lane: Lane, name: Name, entry: bytes) -> Command:
@@ -252,9 +307,15 @@ def _emit(lane: Lane, name: Name, entry: bytes) -> Command:
     )
 
 
-def _lose(lane: Lane) -> None:
-    """The store lost what this lane wrote: the lane ends itself, its client may repeat the request."""
-    _end_with(lane, LogLost("The store lost part of this stream."))
+def _release(lane: Lane, worker: str) -> Command:
+    return ("EVALSHA", scripts.sha("release"), "0", worker, lane.job.id, str(lane.attempt))
+
+
+def _put_back(lane: Lane, worker: str, end: bytes) -> Command:
+    fields = [part for pair in lane.fields.items() for part in pair]
+    entries = [part for name, entry in lane.log for part in (str(name), entry)]
+    head = ("EVALSHA", scripts.sha("put_back"), "0", lane.job.id, str(lane.attempt), worker, end, lane.outcome)
+    return (*head, str(len(fields)), *fields, *entries)
 
 
 def _end_with(lane: Lane, error: SluiceError) -> None:
@@ -262,11 +323,7 @@ def _end_with(lane: Lane, error: SluiceError) -> None:
     lane.outbox.clear()
     lane.inflight = None
     lane.outcome = "failed"
-    lane.terminal = Error(error.to_object(), error.status, error.retryable)
-
-
-def _is_lost(lane: Lane) -> bool:
-    return isinstance(lane.terminal, Error) and lane.terminal.error["code"] == LogLost.code
+    lane.terminal = Error.of(error)
 
 
 def _concerns_one_key(error: redis.ResponseError) -> bool:

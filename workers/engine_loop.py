@@ -15,7 +15,7 @@ import structlog
 
 from shared.cards import ModelCard
 from shared.errors import DeadlineExceeded, InternalError, SluiceError
-from workers.engines.base import Engine, EngineDied, EngineStats, Progress, Token
+from workers.engines.base import Engine, EngineDied, Progress, Token
 from workers.lane import Lane, Outcome
 
 log = structlog.get_logger(__name__)
@@ -41,9 +41,13 @@ class EngineLoop(threading.Thread):
         self._loaded = threading.Event()
         self._card: ModelCard | None = None
         self._load_error: Exception | None = None
-        #: Tokens sampled since the start, and when the loop last came round (monotonic, s).
+        #: Tokens sampled since the start.
         self.tokens = 0
-        self.stepped_at = time.monotonic()
+        #: When the engine last got somewhere, or had nothing to do (monotonic, s).
+        self.progressed_at = time.monotonic()
+        self._computed = 0
+        #: How often the engine ran out of memory since the start.
+        self.out_of_memory = 0
 
     def attach(self, emit: Callable[[Iterable[Lane]], None], died: Callable[[Exception], None]) -> None:
         """Before the first lane: `emit` gets the lanes that have something to say, after each step; `died` is called,
@@ -72,11 +76,14 @@ class EngineLoop(threading.Thread):
         """Ends a lane's request with an error."""
         self._tell(lambda: self._fail(job_id, error, outcome))
 
-    def fail_all(self, error: SluiceError) -> None:
-        self._tell(lambda: self._fail_all(error))
+    def hand_over(self, job_id: str) -> None:
+        """Stops a lane here; once what it said is written, another worker goes on with it."""
+        self._tell(lambda: self._hand_over(job_id))
 
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
+    @property
+    def has_lanes(self) -> bool:
+        """Something runs in the engine, or did when it last got to its commands."""
+        return bool(self._lanes)
 
     def stop(self) -> None:
         """Ends the thread after the step under way and frees the model."""
@@ -107,14 +114,15 @@ class EngineLoop(threading.Thread):
 
     def _round(self) -> None:
         self._wake.clear()
-        self.stepped_at = time.monotonic()
         while self._inbox:
             self._inbox.popleft()()
         if not self._lanes:
+            self.progressed_at = time.monotonic()
             self._wake.wait(IDLE)
             return
         self._check_deadlines()
         if any(len(lane.outbox) > OUTBOX_LIMIT for lane in self._lanes.values()):
+            self.progressed_at = time.monotonic()  # it is the store that is slow
             self._wake.wait(0.01)
             return
         self._step()
@@ -128,6 +136,10 @@ class EngineLoop(threading.Thread):
             log.exception("engine_step_failed")
             self._fail_all(InternalError())
             return
+        stats = self.engine.stats()
+        self.out_of_memory = stats.out_of_memory
+        if events or stats.computed != self._computed:
+            self._computed, self.progressed_at = stats.computed, time.monotonic()
         touched: dict[str, Lane] = {}
         for event in events:
             job_id, _, index = event.id.rpartition("/")
@@ -172,6 +184,14 @@ class EngineLoop(threading.Thread):
     def _fail_all(self, error: SluiceError) -> None:
         for job_id in list(self._lanes):
             self._fail(job_id, error, "failed")
+
+    def _hand_over(self, job_id: str) -> None:
+        lane = self._lanes.get(job_id)
+        if lane is not None:
+            self._cancel(lane)
+            lane.hand_over()
+            self._let_go(lane)
+            self._emit([lane])
 
     def _drop(self, job_id: str, attempt: int | None) -> None:
         lane = self._lanes.get(job_id)

@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
-from shared.errors import SluiceError
+from shared.errors import LogLost, SluiceError
 from shared.frames import Delta, End, Error, Finish, Frame, Name, Start
 from shared.jobs import Job
 from workers.engines.base import EngineRequest, Failed, Finished, PromptLogprobs, Started, Token
 from workers.generation.choice import ChoiceState, Released
+from workers.generation.constraint import Grammar
 from workers.generation.stops import StopStrings
+from workers.past import Past
 from workers.scoring import Dictionary, PromptScores, finite
 
 #: RQ's word for how a job ended.
@@ -40,7 +43,11 @@ class PromptIds:
 
 class Lane:
     """`name` is the log's last frame, written by the take; `deadline` is on the monotonic clock, s; `hidden` ids have
-    no text; `pieces` are the engine's bytes of ids."""
+    no text; `pieces` are the engine's bytes of ids. `grammar`: what the texts follow. `past`: what earlier attempts logged; the
+    lane goes on behind it.
+    `fields` and `log`: the job's hash and its log, as taken.
+
+    Raises LogLost for a past that this worker cannot go on from."""
 
     def __init__(
         self,
@@ -50,17 +57,19 @@ class Lane:
         *,
         home: str = "",
         fanout: bool = False,
-        result_ttl: int = 3600,
         deadline: float = math.inf,
         end_ids: Collection[int] = (),
         hidden: Collection[int] = (),
         pieces: Callable[[EngineRequest, Sequence[int]], list[bytes]] = lambda request, ids: [b""] * len(ids),
+        grammar: Grammar | None = None,
+        past: Past | None = None,
+        fields: Mapping[bytes, bytes] = MappingProxyType({}),
+        log: Iterable[tuple[Name, bytes]] = (),
     ) -> None:
         self.job = job
         self.attempt = name.a
         self.home = home
         self.fanout = fanout
-        self.result_ttl = result_ttl
         self.deadline = deadline
         #: What the emitter has not taken yet: frames that must stand in one entry of the log, together.
         self.outbox: deque[tuple[Frame, ...]] = deque()
@@ -69,15 +78,23 @@ class Lane:
         self.outcome: Outcome = "finished"
         #: Somebody else ended the request or took it over, or its end is written: nothing counts any more.
         self.dropped = False
+        #: It is to go on in another worker: once its frames are written, it is given back.
+        self.handing_over = False
         #: The emitter's: last frame known to be in the log, an entry under way, the connection that wrote it.
         self.written = name
         self.inflight: tuple[Name, bytes] | None = None
         self.epoch = -1
+        #: The store has lost the request: it gets it back without waiting for the next frame.
+        self.lost = False
+        #: What the store would need if it lost this request: its hash, and every entry of its log.
+        self.fields = fields
+        self.log = [*log]
 
         self._prompts = prompts
         self._began = time.monotonic()
         self._first_token: float | None = None
         self._cached: dict[int, int] = {}
+        self._told_start = False
         stops = StopStrings(job.stop)
         self._choices = [
             ChoiceState(
@@ -85,30 +102,40 @@ class Lane:
                 max_new=self._prompt_of(index).room,
                 end_ids=end_ids,
                 stop_token_ids=job.params.stop_token_ids,
+                reasoning=job.reasoning,
             )
             for index in range(job.choices)
         ]
-        self._texts = [""] * job.choices
         self._sums = [0.0] * job.choices  # raw logprobs of the sampled tokens, for best_of
+        #: Ids of choices that were reasoning, as far as frames have told.
+        self._reasoned = [0] * job.choices
         self._deltas: dict[int, Delta] = {}
+        #: Cached tokens of choices' prompts that no frame has told yet.
+        self._untold: dict[int, int] = {}
         self._open = set(range(job.choices))
-        #: Choices that the engine still has, whatever became of them here.
-        self._in_engine = set(range(job.choices))
-        self._requests = [self._request(index) for index in range(job.choices)]
+        self._past = past or Past(job.choices, len(prompts))
         self._scores: dict[int, PromptScores] = {}
         #: Of each prompt whose logprobs are not all there: what its other choices said meanwhile.
         self._early: dict[int, list[tuple[int, Token | Finished]]] = (
-            {number: [] for number in range(len(prompts))} if job.echo and job.logprobs is not None else {}
+            {number: [] for number in range(len(prompts)) if not self._past.is_scored(number, job.candidates)}
+            if job.echo and job.logprobs is not None
+            else {}
         )
         self._hidden = frozenset(hidden)
+        self._grammar = grammar
         self._pieces = pieces
+        self._requests = [self._request(index) for index in range(job.choices)]
         first = self._requests[0]
         self._dictionary = Dictionary(lambda ids: pieces(first, ids))
+        if past is not None:
+            self._go_on(past)
+        #: Choices that the engine still has, whatever became of them here.
+        self._in_engine = set(self._open)
 
     @classmethod
-    def failed(cls, job: Job, name: Name, error: SluiceError, *, home: str, fanout: bool = False) -> Lane:
-        """A lane for a job that cannot run: it has only its end."""
-        lane = cls(job, name, [PromptIds([0], 1) for _ in job.prompts or [""]], home=home, fanout=fanout)
+    def failed(cls, job: Job, name: Name, error: SluiceError, **placed: Any) -> Lane:
+        """A lane for a job that cannot run: it has only its end. `placed`: as of the constructor."""
+        lane = cls(job, name, [PromptIds([0], 1) for _ in job.prompts or [""]], **placed)
         lane.fail(error)
         return lane
 
@@ -118,22 +145,26 @@ class Lane:
     @property
     def over(self) -> bool:
         """Nothing of this lane is left to generate."""
-        return self.dropped or self.terminal is not None
+        return self.dropped or self.handing_over or self.terminal is not None
 
-    def result(self) -> list[dict[str, Any]]:
-        """The choices so far, for RQ's result."""
-        return [
-            {"index": index, "text": text, "finish_reason": choice.finished and choice.finished.reason}
-            for index, (text, choice) in enumerate(zip(self._texts, self._choices, strict=True))
-        ]
+    @property
+    def gives_way(self) -> bool:
+        """It is batch work: interactive requests that wait may have its place."""
+        return self.fields.get(b"class") == b"batch"
+
+    @property
+    def closing(self) -> bool:
+        """Once all is written, the request is ended or given back."""
+        return self.terminal is not None or self.handing_over
 
     def requests(self) -> list[EngineRequest]:
-        """One engine request a choice, in the order of the choices."""
-        return self._requests
+        """One engine request for each choice that is not done, in the order of the choices."""
+        return [request for index, request in enumerate(self._requests) if index in self._open]
 
     def _request(self, index: int) -> EngineRequest:
         """The first choice of a prompt brings its prompt's logprobs for all."""
-        job, prompt, j = self.job, self._prompt_of(index), index % self.job.candidates
+        job, prompt = self.job, self._prompt_of(index)
+        number, j = divmod(index, job.candidates)
         ranked = 0 if job.best_of > job.n else None
         return EngineRequest(
             id=f"{job.id}/{index}",
@@ -142,9 +173,36 @@ class Lane:
             seed=job.seed,
             params=job.params,
             choice=j,
+            generated=self._past.choices[index].ids,
             logprobs=ranked if job.logprobs is None else job.logprobs,
-            prompt_logprobs=job.logprobs if job.echo and j == 0 else None,
+            prompt_logprobs=job.logprobs if j == 0 and number in self._early else None,
+            grammar=self._grammar,
         )
+
+    def _go_on(self, past: Past) -> None:
+        """Brings the choices to where the log ends: its ids, fed to fresh states, must give the text that clients have
+        seen. Raises LogLost if they do not."""
+        self._told_start = past.start is not None
+        self._cached.update(past.cached)
+        self._dictionary.told(past.told)
+        for index, logged in enumerate(past.choices):
+            choice = self._choices[index]
+            pieces = self._pieces(self._requests[index], logged.ids)
+            shown = (b"" if token in self._hidden else piece for token, piece in zip(logged.ids, pieces, strict=True))
+            complete = self._grammar is not None and _is_complete(self._grammar, logged.ids)
+            text = choice.replay(zip(logged.ids, shown, strict=True), complete).text
+            if logged.finish is not None and choice.finished is None:
+                text += choice.finish("length" if logged.finish.reason == "length" else "stop").text
+            if text != logged.text:
+                raise LogLost("What was sent of this request cannot be made again from its log.")
+            self._sums[index] = sum(entry[0] for entry in logged.lp)
+            self._reasoned[index] = choice.reasoned
+            if logged.finish is not None:
+                self._open.discard(index)
+            elif choice.finished is not None:  # an older version's: it said the end in an entry of its own
+                self._say(index, Released("", choice.out, choice.finished))
+        if not self._open and self.terminal is None:
+            self._end()
 
     def open_requests(self) -> Iterable[str]:
         """Ids of the engine requests that have not ended."""
@@ -180,7 +238,8 @@ class Lane:
         return False
 
     def _on_started(self, index: int, event: Started) -> None:
-        if not self._cached:
+        if not self._told_start:
+            self._told_start = True
             job = self.job
             tell = (job.echo or job.logprobs is not None) and not all(prompt.sent_as_text for prompt in self._prompts)
             start = Start(
@@ -189,7 +248,9 @@ class Lane:
                 echo=[prompt.text for prompt in self._prompts] if tell else None,
             )
             self.outbox.append((start,))
-        self._cached[index] = event.cached
+            self._cached[index] = event.cached
+        elif index not in self._cached:
+            self._cached[index] = self._untold[index] = event.cached
 
     def _on_prompt_logprobs(self, number: int, event: PromptLogprobs) -> None:
         scores = self._scores.get(number)
@@ -203,6 +264,7 @@ class Lane:
                 added=prompt.added,
                 hidden=prompt.hidden,
                 text=prompt.text if prompt.sent_as_text else None,
+                logged=self._past.scored[number],
             )
         self.outbox.extend((frame,) for frame in scores.frames(event.start, event.logprobs, self._dictionary))
         if event.start + len(event.logprobs) >= len(self._prompts[number].ids):
@@ -216,7 +278,8 @@ class Lane:
 
     def _on_token(self, index: int, event: Token) -> bool:
         self._first_token = self._first_token or time.monotonic()
-        released = self._choices[index].feed(event.token, b"" if event.token in self._hidden else event.piece)
+        shown = b"" if event.token in self._hidden else event.piece
+        released = self._choices[index].feed(event.token, shown, event.complete)
         self._say(index, released, event)
         return released.finish is not None
 
@@ -226,14 +289,15 @@ class Lane:
         if token or released.text:
             delta = self._deltas.get(index)
             if delta is None:
-                delta = self._deltas[index] = Delta(index, [])
+                delta = self._deltas[index] = Delta(index, [], c=self._untold.pop(index, 0))
             if token:
                 delta.t.append(token.token)
+                delta.r += choice.reasoned - self._reasoned[index]
+                self._reasoned[index] = choice.reasoned
                 if token.logprob is not None:
                     self._add_logprob(index, delta, token)
             delta.text += released.text
             delta.n = released.out if released.out < choice.ids else None
-            self._texts[index] += released.text
         if released.finish is not None:
             last = [self._named(self._deltas.pop(index))] if index in self._deltas else []
             self.outbox.append((*last, Finish(index, *released.finish)))  # together: one entry of the log
@@ -303,9 +367,24 @@ class Lane:
         self.flush()
         self._open.clear()
         self.outcome = outcome
-        self.terminal = Error(error.to_object(), error.status, error.retryable)
+        self.terminal = Error.of(error)
+
+    def hand_over(self) -> None:
+        """Stops here, to go on in another worker behind what was said."""
+        if not self.over:
+            self.flush()
+            self._open.clear()
+            self.handing_over = True
 
     def drop(self) -> None:
         """Ends the lane without a word: the request has its end, or another owner."""
         self.dropped = True
         self._open.clear()
+
+
+def _is_complete(grammar: Grammar, ids: Sequence[int]) -> bool:
+    """Whether the last of the ids is the last that the grammar lets come."""
+    try:
+        return grammar.begin(ids).complete
+    except LogLost:  # there are engines that obey no mask; of the others, each notices itself
+        return False

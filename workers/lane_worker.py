@@ -21,23 +21,23 @@ from typing import Any
 
 import redis
 import structlog
-from rq.job import Job as RqJob
 from rq.queue import Queue
-from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.timeouts import BaseDeathPenalty
 from rq.worker import SimpleWorker, WorkerStatus
 
-from shared import cards, connection, keys, scripts
+from shared import cards, connection, keys, results, scripts
 from shared.cards import ModelCard
-from shared.errors import Cancelled, WorkerShutdown
+from shared.errors import Cancelled
 from shared.frames import End, Error
+from shared.reaper import Reaper, reap_worker
 from shared.scripts import Scripts
 from shared.settings import Settings
 from workers.control import Control
 from workers.emitter import Emitter
 from workers.engine_loop import EngineLoop
 from workers.lane import Lane
+from workers.preemption import Preemption
 from workers.taker import Taker
 
 log = structlog.get_logger(__name__)
@@ -50,6 +50,10 @@ STAT = 0.25
 STAT_TTL = 30
 #: Lanes booked out in one round trip, at most.
 BOOKED_AT_ONCE = 64
+#: How long an ended lane is kept, s: if the store comes back without its end, the lane puts it back.
+KEPT = 30.0
+#: How long a dying process tries to give back what it ran, s.
+LAST_WORDS = 2.0
 #: Longest wait at the end for what is still to be written, s.
 FLUSH = 5.0
 
@@ -103,6 +107,8 @@ class LaneWorker(SimpleWorker):
         self._tokenizer = tokenizer
         self._loop = loop
         self._lanes: dict[str, Lane] = {}
+        #: Lanes whose end was the request's, and until when they are kept.
+        self._ended: dict[str, tuple[Lane, float]] = {}
         self._lock = threading.Lock()
         self._renaming = threading.Lock()
         self._draining = threading.Event()
@@ -115,15 +121,25 @@ class LaneWorker(SimpleWorker):
         self._control = Control(
             url, self._name, cancelled=self._cancelled, command=self._rq_command, resubscribed=self._compare_lanes
         )
+        self._reaper = Reaper(store, settings)
         self._taker = Taker(
             url,
             self._name,
             card,
             loop.engine,
             timeout_s=settings.request_timeout_s,
+            reserve=card.lanes // 16 if settings.batch_reserve is None else settings.batch_reserve,
             free=self._free_lanes,
             accept=self._accept,
             retired=self._retire,
+            make_room=Preemption(
+                Scripts(store),
+                card,
+                worker=self._name,
+                running=self._running,
+                free=self._free_lanes,
+                hand_over=loop.hand_over,
+            ).make_room,
         )
 
     def _name(self) -> str:
@@ -135,19 +151,22 @@ class LaneWorker(SimpleWorker):
         """Serves until SIGTERM or SIGINT, then drains. To be called from the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.request_stop)
+        if self._card.constraints:
+            self._taker.warm_up()
+        self._beat(register=True)  # first: what RQ books of a worker that dies right after, the reaper takes back
         self.register_birth()  # type: ignore[no-untyped-call]
         self._publish_card()
         finaliser = threading.Thread(target=self._finalise, name="finaliser", daemon=True)
         heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
-        self._beat(register=True)
         self._write_stat()
-        for thread in (self._emitter, finaliser, heartbeat, self._control, self._taker):
+        for thread in (self._emitter, finaliser, heartbeat, self._control, self._taker, self._reaper):
             thread.start()
         log.info("worker_ready", worker=self.name, model=self._card.id, lanes=self._card.lanes)
         while not (self._signalled or self._draining.is_set()):
             time.sleep(0.05)
         self._draining.set()
         log.info("worker_stopping", worker=self.name, signal=self._signalled)
+        self._reaper.stop()
         self._drain()
         self._done.set()
         heartbeat.join(connection.SOCKET_TIMEOUT)
@@ -169,9 +188,20 @@ class LaneWorker(SimpleWorker):
         self._signalled = signum
 
     def engine_died(self, error: Exception) -> None:
-        """The engine is beyond repair: what runs here can only go on in another process."""
+        """The engine is beyond repair: what runs here can only go on in another process. It gives that back itself, as
+        nobody else would before its lease runs out."""
         log.error("worker_dies", worker=self.name, error=str(error))
+        why = f"{type(error).__name__}: {error}"
+        burial = threading.Thread(target=self._bury, args=(why,), name="burial", daemon=True)
+        burial.start()
+        burial.join(LAST_WORDS)
         os._exit(70)
+
+    def _bury(self, why: str) -> None:
+        try:
+            reap_worker(self._store, self.name, why, proven=True)
+        except redis.RedisError as error:  # somebody else does it when the lease has run out
+            log.warning("burial_failed", error=str(error))
 
     def _drain(self) -> None:
         self._taker.stop()
@@ -180,8 +210,11 @@ class LaneWorker(SimpleWorker):
         end = time.monotonic() + self._settings.drain_s
         self._wait_for_lanes(end)
         if self._lanes:
-            log.info("drain_over", lanes=len(self._lanes))
-            self._loop.fail_all(WorkerShutdown("The worker was stopped before the request was done."))
+            with self._lock:
+                left = list(self._lanes)
+            log.info("handing_over", lanes=len(left))
+            for job_id in left:
+                self._loop.hand_over(job_id)
             self._wait_for_lanes(time.monotonic() + FLUSH)
 
     def _wait_for_lanes(self, until: float) -> None:
@@ -213,7 +246,12 @@ class LaneWorker(SimpleWorker):
             return 0
         with self._lock:
             running = sum(min(lane.job.choices, self._card.lanes) for lane in self._lanes.values())
-            return self._card.lanes - running - len(self._taker.preparing)
+            running += sum(min(taken.needs, self._card.lanes) for taken in self._taker.preparing.copy().values())
+            return self._card.lanes - running
+
+    def _running(self) -> list[Lane]:
+        with self._lock:
+            return list(self._lanes.values())
 
     def _accept(self, lane: Lane) -> None:
         with self._lock:
@@ -229,6 +267,8 @@ class LaneWorker(SimpleWorker):
             if self._lanes.get(lane.job.id) is not lane:
                 return
             del self._lanes[lane.job.id]
+            if won:
+                self._ended[lane.job.id] = (lane, time.monotonic() + KEPT)
         self._loop.drop(lane.job.id, lane.attempt)
         self._over.put((lane, won, self.name))
         self._taker.freed.set()
@@ -248,16 +288,27 @@ class LaneWorker(SimpleWorker):
     def _compare_lanes(self) -> None:
         """Commands may have been missed: drops the lanes whose request has ended, is gone, or has another owner.
 
-        A job that RQ's own `Job.cancel()` or `delete()` took away is ended here."""
+        A job that RQ's own `Job.cancel()` or `delete()` took away is ended here. `delete()` leaves the log; where that is
+        gone too, the store has lost the request, and gets it back."""
         with self._lock:
             lanes = list(self._lanes.values())
         if not lanes:
             return
         pipeline = self._store.pipeline(transaction=False)
-        for lane in lanes:
+        for lane in lanes:  # the log first: a request that is put back meanwhile must not look like one without a job
+            pipeline.exists(keys.log(lane.job.id))
             pipeline.hmget(keys.job(lane.job.id), "terminal", "a", "status")
-        for lane, (terminal, attempt, status) in zip(lanes, pipeline.execute(), strict=True):
-            if terminal or attempt is None or int(attempt) > lane.attempt:
+        answers = [*map(connection.unless_another_type, pipeline.execute(raise_on_error=False))]
+        for lane, logged, fields in zip(lanes, answers[::2], answers[1::2], strict=True):
+            terminal, attempt, status = fields or (None, None, None)
+            if attempt is None:
+                over = bool(logged) or fields is None
+                if not over:
+                    lane.lost = True
+                    self._emitter.notify([lane])
+            else:
+                over = bool(terminal) or not attempt.isdigit() or int(attempt) > lane.attempt
+            if over:
                 self._loop.drop(lane.job.id, lane.attempt)
             elif status in (b"canceled", b"stopped"):
                 self._loop.fail(lane.job.id, Cancelled("The job was cancelled."), "canceled")
@@ -282,9 +333,10 @@ class LaneWorker(SimpleWorker):
                 log.exception("heartbeat_failed")
 
     def _check_stall(self) -> None:
-        """An engine that makes no step while lanes run will make none any more: the process is worth nothing."""
-        if self._lanes and time.monotonic() - self._loop.stepped_at > self._settings.stall_s:
-            self.engine_died(TimeoutError(f"no step for {self._settings.stall_s:g} s"))
+        """An engine that gets nowhere while lanes run, in a step or over many, never will: the process is worth nothing. So it
+        is when others have taken those lanes over meanwhile."""
+        if self._loop.has_lanes and time.monotonic() - self._loop.progressed_at > self._settings.stall_s:
+            self.engine_died(TimeoutError(f"no progress for {self._settings.stall_s:g} s"))
 
     def _beat(self, *, register: bool = False) -> dict[str, str]:
         """Renews the lease; the ids and attempts that the store thinks run here."""
@@ -295,16 +347,33 @@ class LaneWorker(SimpleWorker):
         return dict(zip(answer[::2], answer[1::2], strict=True))
 
     def _reconcile(self, theirs: dict[str, str], strays: dict[str, str]) -> dict[str, str]:
-        """Gives back what the store thinks runs here and does not, two beats in a row: a take whose answer was lost."""
+        """Gives back what the store thinks runs here and does not, two beats in a row: a take whose answer was lost, or,
+        if it had ended here, an end that the store has lost."""
+        now = time.monotonic()
         with self._lock:
             mine = {job_id: str(lane.attempt) for job_id, lane in self._lanes.items()}
-        mine |= {job_id: str(a) for job_id, a in self._taker.preparing.copy().items()}
+            self._ended = {job_id: kept for job_id, kept in self._ended.items() if kept[1] > now}
+            ended = {job_id: lane for job_id, (lane, _) in self._ended.items()}
+        mine |= {job_id: str(taken.name.a) for job_id, taken in self._taker.preparing.copy().items()}
         unknown = {job_id: a for job_id, a in theirs.items() if mine.get(job_id) != a}
         for job_id, a in unknown.items():
-            if strays.get(job_id) == a:
+            if strays.get(job_id) != a:
+                continue
+            lane = ended.get(job_id)
+            if lane is not None and str(lane.attempt) == a:
+                self._end_again(lane)
+            else:
                 log.warning("stray_job_released", job=job_id, attempt=a)
                 self._scripts.release(self.name, job_id, int(a))
         return unknown
+
+    def _end_again(self, lane: Lane) -> None:
+        """The store has lost the end of a request, or has not been told that it is booked."""
+        with self._lock:
+            del self._ended[lane.job.id]
+            self._lanes[lane.job.id] = lane
+        lane.dropped, lane.epoch = False, -1
+        self._emitter.notify([lane])
 
     def _retire(self) -> None:
         """The store does not know this worker any more: nothing that runs here is its own. Goes on under a new name."""
@@ -318,14 +387,20 @@ class LaneWorker(SimpleWorker):
 
     def _rename(self, lease_ms: int) -> None:
         log.warning("worker_retired", worker=self.name)
+        self._scripts.leave("worker", self.name)  # RQ may have heard of it after it was reaped
         with self._lock:
             lanes = list(self._lanes.values())
         for lane in lanes:
             self._loop.drop(lane.job.id, lane.attempt)
         self.name = f"{self.name.split('~')[0]}~{os.urandom(3).hex()}"
+        self._scripts.beat("worker", self.name, lease_ms, register=True)
+        self._be_born()
+
+    def _be_born(self) -> None:
+        """Has RQ list this worker, and all know its model, whatever of it is there already."""
+        self._store.delete(self.key)
         self.register_birth()  # type: ignore[no-untyped-call]
         self._publish_card()
-        self._scripts.beat("worker", self.name, lease_ms, register=True)
 
     def _write_stat(self, tokens_per_second: float = 0.0, *, renew: bool = True) -> None:
         """Writes what others see of this worker, if it has changed; `renew`: also if not, and RQ's heartbeat with it."""
@@ -333,23 +408,30 @@ class LaneWorker(SimpleWorker):
         state = WorkerStatus.BUSY if busy else WorkerStatus.IDLE
         stat = {
             "model": self._card.id,
+            "fp": self._card.fingerprint,
             "lanes": self._card.lanes,
             "draining": int(self._draining.is_set()),
             "pid": os.getpid(),
         }
-        stat["free"] = self._card.lanes - busy
+        stat["free"] = max(0, self._free_lanes())
         stat["tokens_per_second"] = tokens_per_second
+        stat["out_of_memory"] = self._loop.out_of_memory
         if stat == self._stat and not renew:
             return
         pipeline = self._store.pipeline(transaction=False)
+        pipeline.hexists(self.key, "birth")
         pipeline.hset(keys.stat(self.name), mapping=stat)
         pipeline.expire(keys.stat(self.name), STAT_TTL)
         if self.get_state() != state:
             self.set_state(state, pipeline=pipeline)
         if renew:
             self.heartbeat(pipeline=pipeline)
-        pipeline.execute()
+        born = pipeline.execute()[0]
         self._stat = stat
+        if (
+            renew and not born and not self._done.is_set()
+        ):  # the store was full, or has lost it; the name was valid just now
+            self._be_born()
 
     # -- RQ's books
 
@@ -367,26 +449,20 @@ class LaneWorker(SimpleWorker):
                 log.exception("booking_failed", lanes=len(batch))
 
     def _book(self, batch: list[tuple[Lane, bool, str]]) -> None:
+        results.keep(self._store, [lane.job.id for lane, won, _ in batch if won], worker=self.name)
         with self._store.pipeline(transaction=False) as pipeline:
             pipeline.script_load(scripts.text("book"))
             for lane, won, name in batch:
                 if won:
-                    self._keep_result(lane, pipeline)
+                    self._count(lane, pipeline)
                 pipeline.evalsha(scripts.sha("book"), 0, name, lane.job.id, lane.attempt)
             pipeline.execute()
 
-    def _keep_result(self, lane: Lane, pipeline: Any) -> None:
-        """RQ's result and counters, for the worker whose end was the request's."""
-        job = RqJob(lane.job.id, connection=self._store, serializer=JSONSerializer)
-        ttl = lane.result_ttl
+    def _count(self, lane: Lane, pipeline: Any) -> None:
+        """RQ's counters, for the worker whose end was the request's."""
         if isinstance(lane.terminal, End):
-            value = {"choices": lane.result(), "usage": lane.terminal.usage}
-            Result.create(
-                job, Result.Type.SUCCESSFUL, ttl, return_value=value, worker_name=self.name, pipeline=pipeline
-            )
             self.increment_successful_job_count(pipeline=pipeline)
         elif isinstance(lane.terminal, Error):
-            Result.create_failure(job, ttl, lane.terminal.error["message"], worker_name=self.name, pipeline=pipeline)
             self.increment_failed_job_count(pipeline=pipeline)
 
     def clean_registries(self) -> None:

@@ -35,6 +35,10 @@ class Dictionary:
         self._pieces = pieces
         self._told: set[int] = set()
 
+    def told(self, tokens: Iterable[int]) -> None:
+        """An earlier attempt told these."""
+        self._told.update(tokens)
+
     def news(self, tokens: Iterable[int], entries: Iterable[Logprob | None]) -> dict[int, str]:
         """id -> bytes in hex, of those ids among the tokens and their alternatives that were not told yet."""
         new = set(tokens)
@@ -62,13 +66,22 @@ class PromptScores:
     """Turns a prompt's logprobs into frames, in the pieces in which they come.
 
     `added`, `hidden`: how many tokens the server put before and behind the prompt; they have no entry. `text`: the
-    prompt as sent, for the tokenizers that put a space before it.
+    prompt as sent, for the tokenizers that put a space before it. `logged`: entries that an earlier attempt has told.
     """
 
     def __init__(
-        self, index: int, tokens: Sequence[int], pieces: list[bytes], *, added: int, hidden: int = 0, text: str | None
+        self,
+        index: int,
+        tokens: Sequence[int],
+        pieces: list[bytes],
+        *,
+        added: int,
+        hidden: int = 0,
+        text: str | None,
+        logged: int = 0,
     ) -> None:
         self._index = index
+        self._logged = logged
         self._added = added
         end = len(tokens) - hidden
         self._tokens = list(tokens[added:end])
@@ -82,7 +95,7 @@ class PromptScores:
     def frames(self, start: int, entries: Sequence[Logprob | None], dictionary: Dictionary) -> Iterator[Prompt]:
         """Frames of the entries of prompt tokens `start` on."""
         first = start - self._added
-        shown = [(first + k, entry) for k, entry in enumerate(entries) if 0 <= first + k < len(self._tokens)]
+        shown = [(first + k, entry) for k, entry in enumerate(entries) if self._logged <= first + k < len(self._tokens)]
         for begin in range(0, len(shown), PROMPT_PIECE):
             part = shown[begin : begin + PROMPT_PIECE]
             low, high = part[0][0], part[-1][0] + 1

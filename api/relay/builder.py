@@ -1,22 +1,25 @@
-"""From frames to what a client of `/v1/completions` sees: stream chunks and the response object.
+"""From frames to what a client sees: the part that raw completions and chats have in common.
 
-A pure function of the frames: the same for live streams, resumed ones and plain JSON. Knows nothing of sockets, SSE
-framing, the store or the clock.
+A pure function of the frames: the same for live streams, resumed ones and plain JSON. What a chunk looks like is in
+`completion_builder.py` and `chat_builder.py`. Knows nothing of sockets, SSE framing, the store or the clock.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from api.relay.logprobs import ChoiceLogprobs, Entry, Vocabulary, as_object, prompt_entries
+from api.relay.line_ends import on_one_line
+from api.relay.logprobs import ChoiceLogprobs, Entry, Vocabulary, prompt_entries
 from api.schemas.stream_options import StreamOptions
 from shared.errors import InternalError
 from shared.frames import Delta, End, Error, Finish, Frame, Name, Prompt, Start, first_seq
 from shared.jobs import Job
 
-_encode = msgspec.json.encode
+encode = msgspec.json.encode
 
 
 class Event(NamedTuple):
@@ -26,18 +29,37 @@ class Event(NamedTuple):
     data: bytes
 
 
-class _Choice:
+class Choice:
     """What is known of one choice."""
 
-    __slots__ = ("echoed", "finish", "length", "logprobs", "out", "released", "text", "tokens")
+    __slots__ = (
+        "_whole",
+        "calls",
+        "echoed",
+        "finish",
+        "length",
+        "logprobs",
+        "out",
+        "reasoned",
+        "reasoning",
+        "released",
+        "text",
+        "tokens",
+    )
 
     def __init__(self, logprobs: ChoiceLogprobs | None) -> None:
+        self._whole = True
         self.text: list[str] = []
         self.tokens = 0
+        #: Of a chat: the reasoning before the text, and how many of the tokens were that.
+        self.reasoning: list[str] = []
+        self.reasoned = 0
+        #: Of a chat: the calls of tools, each with its name and the pieces of its arguments.
+        self.calls: list[tuple[str, list[str]]] = []
         self.finish: Finish | None = None
         #: The prompt is out, or is not asked for.
         self.echoed = False
-        #: Code points of prompt and completion that are out.
+        #: Code points that came, of the prompt too where offsets count it.
         self.length = 0
         #: Ids whose text is out; None: all.
         self.out: int | None = None
@@ -45,13 +67,42 @@ class _Choice:
         #: Logprob entries that are out, for the whole.
         self.released: list[Entry] = []
 
+    def release(self, text_end: int | None = None) -> list[Entry]:
+        """The logprob entries of the tokens whose text came, up to `text_end`, that were not released yet."""
+        if self.logprobs is None:
+            return []
+        entries = self.logprobs.release(self.out, text_end)
+        self.keep(scores=entries)
+        return entries
 
-class CompletionBuilder:
+    def keep(self, *, text: str = "", reasoning: str = "", scores: Sequence[Entry] = ()) -> None:
+        """What is out, for the whole, if anybody will ask for that."""
+        if self._whole:
+            self.text += [text] if text else []
+            self.reasoning += [reasoning] if reasoning else []
+            self.released += scores
+
+    def keep_arguments(self, call: int, arguments: str) -> None:
+        """More of the arguments of a call."""
+        if self._whole:
+            self.calls[call][1].append(arguments)
+
+    def only_streams(self) -> None:
+        """Nobody will ask for the whole."""
+        self._whole = False
+        self.text, self.reasoning, self.released = [], [], []
+
+
+class Builder(ABC):
     """Takes a request's frames in order, each once, from its first frame on.
 
     `tokens_as_ids`: logprobs write `token_id:N` for a token. Prompts that were token ids come decoded in `start`.
     The last finish chunk waits for `end`, which brings the usage it may have to carry.
     """
+
+    #: `object` of the response and of its chunks.
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def __init__(
         self,
@@ -68,11 +119,8 @@ class CompletionBuilder:
         self._scored = job.logprobs is not None
         self._vocabulary = Vocabulary(as_ids=tokens_as_ids)
         self._prompt_scores: list[list[Entry]] = [[] for _ in job.prompts]
-        self._prompt_texts = [prompt if isinstance(prompt, str) else "" for prompt in job.prompts]
         self._pick: list[int] | None = None
-        self._choices = [
-            _Choice(ChoiceLogprobs(self._vocabulary) if self._scored else None) for _ in range(job.choices)
-        ]
+        self._choices = [Choice(ChoiceLogprobs(self._vocabulary) if self._scored else None) for _ in range(job.choices)]
         self._unfinished = len(self._choices)
         self._held: Finish | None = None
         self._prompt_tokens = 0
@@ -86,32 +134,25 @@ class CompletionBuilder:
         self.ended = False
         #: The frame that ended the request, if that was an error.
         self.error: Error | None = None
-        self._head = (
-            b'{"id":%b,"object":"text_completion","created":%d,"model":%b,"system_fingerprint":%b,"choices":['
-            % (
-                _encode(job.id),
-                job.created,
-                _encode(job.model),
-                _encode(fingerprint),
-            )
+        self._head = b'{"id":%b,"object":%b,"created":%d,"model":%b,"system_fingerprint":%b,"choices":[' % (
+            encode(job.id),
+            encode(self.chunk_object),
+            job.created,
+            encode(job.model),
+            encode(fingerprint),
         )
         running = self._options.continuous_usage
         self._tail = b"}" if running or self._options.include_usage is not True else b',"usage":null}'
         self._running = running
-        self._before_text = self._head + b'{"text":'
-        rest = b"" if running else self._tail
-        self._after_text = [
-            b',"index":%d,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b' % (index, rest)
-            for index in range(len(self._choices))
-        ]
 
     # -- frames in
 
     def feed(self, last: Name, new: list[Frame]) -> list[Event]:
         """The events that these frames make; `last` names the last of them.
 
-        Neighbouring deltas of one choice become one event with the id of the last one. A replay that skips to a
-        cursor must therefore feed what lies before the cursor apart from what lies behind it.
+        Neighbouring deltas of one choice become one event with the id of the last one, but for a delta that brings
+        something else along: which events a frame makes beyond its first never depends on what it was fed with. A
+        replay that skips to a cursor must feed what lies before the cursor apart from what lies behind it.
         """
         events: list[Event] = []
         seq = first_seq(last, new)
@@ -121,7 +162,10 @@ class CompletionBuilder:
             run = index + 1
             if isinstance(frame, Delta):
                 neighbours = [frame]
-                while run < len(new) and isinstance(following := new[run], Delta) and following.i == frame.i:
+                alone = self._brings_more(frame)
+                while (
+                    not alone and run < len(new) and isinstance(following := new[run], Delta) and following.i == frame.i
+                ):
                     neighbours.append(following)
                     run += 1
                 made = self._delta(neighbours)
@@ -153,51 +197,31 @@ class CompletionBuilder:
             return []
         self.start = frame
         self._prompt_tokens, self._cached_tokens = frame.prompt_tokens, frame.cached_tokens
-        if frame.echo is not None:
-            self._prompt_texts = frame.echo
-        for index, choice in enumerate(self._choices):
-            choice.length = len(self._prompt_texts[index // self._job.candidates])
-        if not self._job.echo or self._scored:  # a prompt with logprobs waits for them
-            return []
-        return [chunk for index in range(len(self._choices)) for chunk in self._echo_of(index)]
-
-    def _echo_of(self, index: int) -> list[bytes]:
-        """The chunk with the prompt, once a choice."""
-        choice = self._choices[index]
-        if choice.echoed or not self._job.echo:
-            return []
-        choice.echoed = True
-        number = index // self._job.candidates
-        text, scores = self._prompt_texts[number], self._prompt_scores[number]
-        if not text and not scores:
-            return []
-        choice.text.append(text)
-        return [self._chunk(index, text, scores)]
+        return self._opening(frame)
 
     def _delta(self, neighbours: list[Delta]) -> list[bytes]:
         index = neighbours[0].i
         choice = self._choices[index]
-        made = self._echo_of(index)
+        made = self._before(index)
         text = ""
         for frame in neighbours:
             if choice.logprobs is not None:
-                choice.logprobs.add(frame, len(self._prompt_texts[index // self._job.candidates]))
+                choice.logprobs.add(frame, self._offset(index))
             choice.tokens += len(frame.t)
+            choice.reasoned += frame.r
             text += frame.text
         choice.out = neighbours[-1].n
-        if not text:
-            return made
-        choice.text.append(text)
-        choice.length += len(text)
-        entries = choice.logprobs.release(choice.out, choice.length) if choice.logprobs is not None else []
-        return [*made, self._chunk(index, text, entries)]
+        if text:
+            choice.length += len(text)
+            made += self._text(index, text)
+        return made
 
     def _finish(self, frame: Finish) -> list[bytes]:
         choice = self._choices[frame.i]
         if choice.finish is not None:
             return []
         choice.finish = frame
-        made = self._echo_of(frame.i)
+        made = self._rest(frame.i)
         self._unfinished -= 1
         if not self._unfinished:
             self._held = frame
@@ -213,7 +237,7 @@ class CompletionBuilder:
         mode = self._options.include_usage
         made = [self._finish_chunk(self._held, self._usage if mode is None or self._running else None)]
         if mode is True:
-            made.append(self._head + b'],"usage":%b}' % _encode(self._usage))
+            made.append(self._head + b'],"usage":%b}' % encode(self._usage))
         return made
 
     def _fail(self, frame: Error) -> list[bytes]:
@@ -221,40 +245,51 @@ class CompletionBuilder:
         self.error = frame
         return [error_data(frame.error)]
 
+    # -- what a kind of request adds
+
+    def _brings_more(self, frame: Delta) -> bool:
+        """Whether a delta makes another chunk before its own."""
+        return False
+
+    def _opening(self, start: Start) -> list[bytes]:
+        """The chunks that come before any text."""
+        return []
+
+    def _before(self, index: int) -> list[bytes]:
+        """The chunks that come before a choice's next text, if they are not out."""
+        return []
+
+    def _offset(self, index: int) -> int:
+        """Code points before a choice's text, from which its tokens' offsets count."""
+        return 0
+
+    @abstractmethod
+    def _text(self, index: int, text: str) -> list[bytes]:
+        """The chunks that new text of a choice makes; at most one."""
+
+    @abstractmethod
+    def _rest(self, index: int) -> list[bytes]:
+        """The chunks that come before a choice's finish: what was still to be sent."""
+
+    @abstractmethod
+    def _finish_object(self, finish: Finish) -> bytes:
+        """The choice's entry in its finish chunk."""
+
+    @abstractmethod
+    def _choice_object(self, choice: Choice, number: int) -> dict[str, Any]:
+        """A choice in the response, as number `number`."""
+
     # -- chunks out
 
-    def _chunk(self, index: int, text: str, entries: list[Entry]) -> bytes:
-        if self._scored:
-            self._choices[index].released += entries
-            scores = _text(as_object(entries, self._vocabulary))
-            chunk = b'%b%b,"index":%d,"logprobs":%b,"finish_reason":null,"stop_reason":null}]%b' % (
-                self._before_text,
-                _text(text),
-                index,
-                scores,
-                b"" if self._running else self._tail,
-            )
-        else:
-            chunk = self._before_text + _text(text) + self._after_text[index]
-        return chunk + self._usage_so_far() if self._running else chunk
-
     def _finish_chunk(self, finish: Finish, usage: dict[str, Any] | None) -> bytes:
-        choice, scores = self._choices[finish.i], b"null"
-        if choice.logprobs is not None:
-            entries = choice.logprobs.release(choice.out)
-            choice.released += entries
-            scores = _text(as_object(entries, self._vocabulary))
-        return b'%b{"text":"","index":%d,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
+        return b"%b%b]%b" % (
             self._head,
-            finish.i,
-            scores,
-            _encode(finish.reason),
-            _encode(finish.stop_reason),
-            self._usage_so_far() if usage is None else b',"usage":%b}' % _encode(usage),
+            self._finish_object(finish),
+            self._usage_so_far() if usage is None else b',"usage":%b}' % encode(usage),
         )
 
     def _usage_so_far(self) -> bytes:
-        return b',"usage":%b}' % _encode(self._count()) if self._running else self._tail
+        return b',"usage":%b}' % encode(self._count()) if self._running else self._tail
 
     def _count(self) -> dict[str, Any]:
         sampled = sum(choice.tokens for choice in self._choices)
@@ -265,6 +300,14 @@ class CompletionBuilder:
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
+    @property
+    def tokens_used(self) -> int | None:
+        """Prompt and completion tokens as far as the frames go; None: a worker has the request and has not said."""
+        if self._usage is None and self.start is None:
+            return None if self.taken else 0
+        used: int = (self._usage or self._count())["total_tokens"]
+        return used
+
     def _complete_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The worker's usage; a field it left out comes from the frames."""
         full = {**self._count(), **usage}
@@ -273,7 +316,11 @@ class CompletionBuilder:
 
     # -- the whole
 
-    def _kept(self) -> list[_Choice]:
+    def usage_so_far(self) -> dict[str, Any]:
+        """Tokens counted in the frames, also of a request that did not end well."""
+        return self._usage if self._usage is not None else self._count()
+
+    def _kept(self) -> list[Choice]:
         """The choices that the client gets: all, or of each prompt the n best of best_of."""
         if self._pick is not None:
             return [self._choices[index] for index in self._pick]
@@ -281,42 +328,29 @@ class CompletionBuilder:
             return self._choices
         return [choice for index, choice in enumerate(self._choices) if index % self._job.candidates < self._job.n]
 
+    def only_streams(self) -> None:
+        """Nobody will ask for the `response`: a stream holds no more than what is on its way."""
+        for choice in self._choices:
+            choice.only_streams()
+
     def response(self) -> dict[str, Any]:
         """The response object as far as the frames go; `usage` is null until the request has ended well."""
         return {
             "id": self._job.id,
-            "object": "text_completion",
+            "object": self.whole_object,
             "created": self._job.created,
             "model": self._job.model,
             "system_fingerprint": self._fingerprint,
-            "choices": [
-                {
-                    "text": "".join(choice.text),
-                    "index": index,
-                    "logprobs": as_object(choice.released, self._vocabulary) if self._scored else None,
-                    "finish_reason": choice.finish.reason if choice.finish else None,
-                    "stop_reason": choice.finish.stop_reason if choice.finish else None,
-                }
-                for index, choice in enumerate(self._kept())
-            ],
+            "choices": [self._choice_object(choice, number) for number, choice in enumerate(self._kept())],
             "usage": self._usage,
         }
 
 
 def error_data(error: dict[str, Any]) -> bytes:
     """The data of an error event."""
-    return b'{"error":%b}' % _encode(error)
+    return b'{"error":%b}' % encode(error)
 
 
-def _text(text: str | dict[str, Any]) -> bytes:
-    """JSON of a text, or of an object with texts, in plain UTF-8 but for three characters.
-
-    U+0085, U+2028 and U+2029 are escaped: clients that split a stream with str.splitlines() (httpx's iter_lines among
-    them) would otherwise cut the event there.
-    """
-    raw = _encode(text)
-    if raw.isascii():
-        return raw
-    return (
-        raw.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-    )
+def text_data(text: str | dict[str, Any]) -> bytes:
+    """JSON of a text, or of an object with texts, in plain UTF-8; clients that cut a stream into lines must not cut an event there."""
+    return on_one_line(encode(text))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import redis
 import structlog
@@ -18,6 +19,8 @@ from api.relay.order import Order, Verdict
 from shared import connection, frames, keys
 from shared.errors import InternalError, JobLost, LogLost, SluiceError, StoreUnavailable
 from shared.frames import Frame, Name
+from shared.results import RawEntry
+from shared.scripts import Scripts
 
 log = structlog.get_logger(__name__)
 
@@ -25,8 +28,14 @@ log = structlog.get_logger(__name__)
 IDLE = 5.0
 #: Logs read in one round trip.
 REPAIR_BATCH = 50
-#: Entries a client may lag behind before the hub stops keeping them and reads them from the log when it is ready.
+#: What a client may lag behind before the hub stops keeping frames for it and reads them from the log when it is ready:
+#: so many entries, or so many bytes of them as JSON. Nor is more of one log read at once.
 BACKLOG = 512
+BACKLOG_BYTES = 128 * 1024
+#: Entries of one log taken in one look at many; where there are more, that log is read by itself.
+GLANCE = 16
+#: Seconds between two looks at the logs of streams that are not pushed here.
+LOOK = 0.1
 #: How long a log may lack what was delivered before the stream is given up, s.
 SHORT = 6.0
 #: Pause between attempts to reach the store, s.
@@ -38,10 +47,13 @@ class ClientGone(Exception):
 
 
 class Subscription:
-    """One request's frames. Made by `Hub.open`; `get` by one thread only."""
+    """One request's frames. Made by `Hub.open`, `Hub.attach` or `Hub.told`; `get` by one thread only.
 
-    def __init__(self, hub: Hub, job_id: str) -> None:
+    `pushed`: its frames come on this process's channel; else its log is looked at."""
+
+    def __init__(self, hub: Hub, job_id: str, *, pushed: bool = True) -> None:
         self.job_id = job_id
+        self.pushed = pushed
         self.order = Order()
         self.touched = time.monotonic()
         #: The request is in the store; before that, it is no wonder that it is not there.
@@ -50,7 +62,9 @@ class Subscription:
         self.short_since: float | None = None
         self._hub = hub
         self._ready = threading.Event()
-        self._entries: deque[tuple[Name, list[Frame]]] = deque()
+        self._feeding = threading.Lock()  # frames come by the channel and from the log, each in a thread of its own
+        self._entries: deque[tuple[Name, list[Frame], int]] = deque()  # with the bytes of each
+        self._bytes = 0
         self._behind = False
         self._error: SluiceError | None = None
         self._gone = False
@@ -59,6 +73,16 @@ class Subscription:
     def live(self) -> bool:
         """More frames may come."""
         return not (self.order.ended or self._gone or self._error)
+
+    @property
+    def waiting(self) -> int:
+        """Entries that are kept here for the client."""
+        return len(self._entries)
+
+    @property
+    def behind(self) -> bool:
+        """Its client reads slower than frames come: what is new stays in the log until it has caught up."""
+        return self._behind
 
     def get(self, timeout: float) -> tuple[Name, list[Frame]] | None:
         """The next frames, in order, with the name of the last; None when `timeout` seconds passed without one.
@@ -81,11 +105,18 @@ class Subscription:
             if self._error:
                 raise self._error
             return None
-        last, batch = self._entries.popleft()
+        last, batch = self._pop()
+        batch = [*batch]
         while self._entries and self._entries[0][0].a == last.a:
-            last, more = self._entries.popleft()
-            batch = batch + more
+            last, more = self._pop()
+            batch += more
         return last, batch
+
+    def _pop(self) -> tuple[Name, list[Frame]]:
+        with self._feeding:
+            last, new, size = self._entries.popleft()
+            self._bytes -= size
+            return last, new
 
     def hang_up(self) -> None:
         """The client is gone: wakes `get`."""
@@ -107,8 +138,12 @@ class Subscription:
         if now - self.short_since > SHORT:
             self.fail(LogLost("The store lost part of this stream, or kept it no longer."))
 
-    def feed(self, last: Name, entry: list[Frame]) -> bool:
-        """Delivers what is new. False: frames before this entry are missing."""
+    def feed(self, last: Name, entry: list[Frame], size: int) -> bool:
+        """Delivers what is new; `size`: bytes of the entry as JSON. False: frames before this entry are missing."""
+        with self._feeding:
+            return self._feed(last, entry, size)
+
+    def _feed(self, last: Name, entry: list[Frame], size: int) -> bool:
         if not self.live or self._behind:
             return True
         try:
@@ -120,8 +155,10 @@ class Subscription:
             return False
         self.touched = time.monotonic()
         if isinstance(new, list):
-            self._entries.append((self.order.last, new))
-            self._behind = len(self._entries) >= BACKLOG and not self.order.ended
+            self.short_since = None
+            self._entries.append((self.order.last, new, size))
+            self._bytes += size
+            self._behind = (len(self._entries) >= BACKLOG or self._bytes >= BACKLOG_BYTES) and not self.order.ended
             self._ready.set()
         return True
 
@@ -144,12 +181,14 @@ class Hub:
     ) -> None:
         self._url = url
         self._channel = keys.node_channel(proc).encode()
-        self._store = connection.connect(url, max_connections=4)
+        self._store: Any = connection.connect(url, max_connections=4)
+        self._scripts = Scripts(self._store)
         self._store_wait = store_wait
         self._lost = lost
         self._subscribe_delay = subscribe_delay
         self._streams: dict[str, list[Subscription]] = {}
         self._repairs: deque[Subscription] = deque()
+        self._attached = threading.Event()
         self._repair = threading.Event()
         self._stop = threading.Event()
         self._away_since: float | None = None
@@ -158,17 +197,35 @@ class Hub:
 
     def start(self) -> None:
         """Starts following the channel; returns at once."""
-        for target in (self._follow, self._mend, self._look):
+        for target in (self._follow, self._mend, self._look, self._look_at_attached):
             threading.Thread(target=self._guard, args=(target,), name=f"hub{target.__name__}", daemon=True).start()
 
     def stop(self) -> None:
         self._stop.set()
         self._repair.set()
+        self._attached.set()
 
     def open(self, job_id: str) -> Subscription:
         """A subscription to a request from its first frame on. Open it before the request is submitted."""
         subscription = Subscription(self, job_id)
         self._streams.setdefault(job_id, []).append(subscription)
+        return subscription
+
+    def attach(self, job_id: str, *, pushed: bool) -> Subscription:
+        """A subscription to a request that is in the store: all that it has said and will say. `pushed`: this process
+        is the one that gets its frames."""
+        subscription = Subscription(self, job_id, pushed=pushed)
+        subscription.submitted = True
+        self._streams.setdefault(job_id, []).append(subscription)
+        self.repair_soon(subscription)
+        if not pushed:
+            self._attached.set()
+        return subscription
+
+    def told(self, job_id: str, last: Name, entry: list[Frame]) -> Subscription:
+        """A subscription to frames that are all there; nothing is asked of the store."""
+        subscription = Subscription(self, job_id)
+        subscription.feed(last, entry, 0)
         return subscription
 
     def forget(self, subscription: Subscription) -> None:
@@ -234,10 +291,20 @@ class Hub:
         except (ValueError, RecursionError) as error:  # whoever publishes garbage harms nobody
             log.warning("hub_bad_message", error=str(error))
             return
-        for job_id, (last, entry) in message.items():
-            for subscription in self._streams.get(job_id, ()):
+        for job_id, told in message.items():
+            subscriptions = [*self._streams.get(job_id, ())]
+            if not subscriptions:
+                continue
+            try:
+                last, entry = frames.decode_told(told)
+            except (ValueError, RecursionError) as error:  # the log has what it should have been
+                log.warning("hub_bad_entry", job=job_id, error=str(error))
+                for subscription in subscriptions:
+                    self.repair_soon(subscription)
+                continue
+            for subscription in subscriptions:
                 try:
-                    if not subscription.feed(last, entry):
+                    if not subscription.feed(last, entry, len(told[1])):
                         self.repair_soon(subscription)
                 except Exception:  # a bug of ours, on one stream: the others go on
                     log.exception("stream_failed", job=job_id)
@@ -246,6 +313,14 @@ class Hub:
     # -- the log
 
     def _mend(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._mend_all()
+            except Exception:  # a bug of ours: who is still short of something comes again
+                log.exception("repair_failed")
+                self._stop.wait(RETRY)
+
+    def _mend_all(self) -> None:
         while not self._stop.is_set():
             self._repair.wait()
             self._repair.clear()
@@ -261,37 +336,39 @@ class Hub:
 
     def _read_logs(self, subscriptions: list[Subscription]) -> bool:
         """Feeds each what its log has from its last frame on. False: the store did not answer."""
+        wanted = [(subscription.job_id, subscription.order.last) for subscription in subscriptions]
         try:
-            pipeline = self._store.pipeline(transaction=False)
-            for subscription in subscriptions:
-                pipeline.xrange(keys.log(subscription.job_id), str(subscription.order.last), "+")
-            answers = pipeline.execute()
+            pages = self._scripts.pages(wanted, BACKLOG, BACKLOG_BYTES)
         except redis.RedisError:
             self._store_away()
             return False
         self._away_since = None
-        for subscription, entries in zip(subscriptions, answers, strict=True):
-            self._feed_log(subscription, entries)
+        for subscription, page in zip(subscriptions, pages, strict=True):
+            if page is None:
+                subscription.fail(LogLost("The log of this request is not readable."))
+            else:
+                self._feed_log(subscription, page.entries, more=page.more)
         return True
 
-    def _feed_log(self, subscription: Subscription, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> None:
+    def _feed_log(self, subscription: Subscription, entries: Sequence[RawEntry], *, more: bool) -> None:
+        """`more`: the log has more than these."""
         before = subscription.order.last
-        entries = list(entries)
         if before.s and not entries:
             subscription.fell_short()
             return
         for name, fields in entries:
             try:
-                entry = frames.decode_entry(fields[b"f"])
-                whole = subscription.feed(Name.parse(name.decode()), entry)
-            except (KeyError, ValueError):
+                raw = fields[b"f"]
+                whole = subscription.feed(Name.parse(name.decode()), frames.decode_entry(raw), len(raw))
+            except (KeyError, ValueError, RecursionError):
                 whole = False
             if not whole:
                 subscription.fail(LogLost("The log of this request has a hole."))
                 return
         if subscription.order.last != before:
-            self.repaired += 1
-            subscription.short_since = None
+            self.repaired += subscription.pushed
+            if more and subscription.live and not subscription.behind:
+                self.repair_soon(subscription)
 
     def _store_away(self) -> None:
         now = time.monotonic()
@@ -300,30 +377,74 @@ class Hub:
             for subscription in self._all():
                 subscription.fail(StoreUnavailable("The store has been away for too long."))
 
+    # -- streams that are not pushed here
+
+    def _look_at_attached(self) -> None:
+        """Reads on in the logs of all attached streams, one command for fifty, as long as there are any."""
+        while not self._stop.is_set():
+            self._attached.wait()
+            self._attached.clear()
+            while (streams := self._not_pushed()) and not self._stop.wait(LOOK):
+                for start in range(0, len(streams), REPAIR_BATCH):
+                    self._read_on([stream for stream in streams[start : start + REPAIR_BATCH] if not stream.behind])
+
+    def _not_pushed(self) -> list[Subscription]:
+        return [subscription for subscription in self._all() if not subscription.pushed and subscription.live]
+
+    def _read_on(self, subscriptions: list[Subscription]) -> None:
+        """One look; of two subscriptions to one request, from the one that is further behind."""
+        ahead: dict[str, Name] = {}
+        for subscription in subscriptions:
+            last = subscription.order.last
+            ahead[subscription.job_id] = min(last, ahead.get(subscription.job_id, last))
+        if not ahead:
+            return
+        logs = {keys.log(job_id): str(last) for job_id, last in ahead.items()}
+        try:
+            answer = self._store.xread(logs, count=GLANCE)
+        except redis.ResponseError:  # something else lies where one's log belongs: each by itself
+            self._read_logs(subscriptions)
+            return
+        except redis.RedisError:
+            self._store_away()
+            return
+        self._away_since = None
+        said = {name.decode(): entries for name, entries in answer}
+        for subscription in subscriptions:
+            if entries := said.get(keys.log(subscription.job_id)):
+                self._feed_log(subscription, entries, more=len(entries) == GLANCE)
+
     # -- silence
 
     def _look(self) -> None:
         """Streams that heard nothing for a while: is there something in the log, and is the job still there?"""
         while not self._stop.wait(1.0):
-            now = time.monotonic()
-            silent = [s for s in self._all() if s.live and s.submitted and now - s.touched > IDLE]
-            for start in range(0, len(silent), REPAIR_BATCH):
-                batch = silent[start : start + REPAIR_BATCH]
-                try:
-                    pipeline = self._store.pipeline(transaction=False)
-                    for subscription in batch:
-                        pipeline.hmget(keys.job(subscription.job_id), "status", "terminal")
-                    there = pipeline.execute()
-                except redis.RedisError:
-                    self._store_away()
-                    break
-                self._away_since = None
-                for subscription, (status, terminal) in zip(batch, there, strict=True):
-                    subscription.touched = now
-                    if status is None:
-                        subscription.fail(JobLost("The store no longer has this request."))
-                        continue
-                    if terminal:  # its end should be in the log
-                        subscription.fell_short()
-                    self.repair_soon(subscription)
-                    self._lost(subscription.job_id)
+            try:
+                self._look_at_silent()
+            except Exception:  # a bug of ours: without this thread nobody would be told that a worker is gone
+                log.exception("look_failed")
+
+    def _look_at_silent(self) -> None:
+        now = time.monotonic()
+        silent = [s for s in self._all() if s.live and s.submitted and not s.behind and now - s.touched > IDLE]
+        for start in range(0, len(silent), REPAIR_BATCH):
+            batch = silent[start : start + REPAIR_BATCH]
+            try:
+                pipeline = self._store.pipeline(transaction=False)
+                for subscription in batch:
+                    pipeline.hmget(keys.job(subscription.job_id), "status", "terminal")
+                there = [*map(connection.unless_another_type, pipeline.execute(raise_on_error=False))]
+            except redis.RedisError:
+                self._store_away()
+                break
+            self._away_since = None
+            for subscription, fields in zip(batch, there, strict=True):
+                subscription.touched = now
+                status, terminal = fields or (None, None)
+                if status is None:
+                    subscription.fail(JobLost("The store no longer has this request."))
+                    continue
+                if terminal:  # its end should be in the log
+                    subscription.fell_short()
+                self.repair_soon(subscription)
+                self._lost(subscription.job_id)

@@ -1,4 +1,4 @@
-"""The `logprobs` object of the legacy completions API, piece by piece as text becomes final.
+"""The `logprobs` objects of the legacy completions API and of chats, piece by piece as text becomes final.
 
 Pure: frames in, objects out. Knows no tokenizer; the bytes of ids come with the frames.
 """
@@ -18,15 +18,20 @@ class Vocabulary:
 
     def __init__(self, *, as_ids: bool) -> None:
         self._as_ids = as_ids
+        self._pieces: dict[int, bytes] = {}
         self._names: dict[int, str] = {}
 
     def learn(self, pieces: dict[int, str]) -> None:
         for token, hexed in pieces.items():
-            self._names[token] = _name(bytes.fromhex(hexed))
+            piece = self._pieces[token] = bytes.fromhex(hexed)
+            self._names[token] = _name(piece)
 
     def name(self, token: int) -> str:
         """The token as text; `bytes:\\xf0\\x9f` where it is no UTF-8."""
         return f"token_id:{token}" if self._as_ids else self._names.get(token, "")
+
+    def piece(self, token: int) -> bytes:
+        return self._pieces.get(token, b"")
 
 
 def _name(piece: bytes) -> str:
@@ -94,3 +99,18 @@ def _top(logprob: Logprob | None, vocabulary: Vocabulary) -> dict[str, float] | 
     for token, value in logprob[1]:
         top.setdefault(vocabulary.name(token), value)
     return top
+
+
+def as_chat_object(entries: Sequence[Entry], vocabulary: Vocabulary, best: int) -> dict[str, Any]:
+    """One object a token, each with its `best` likeliest ones."""
+    return {"content": [_with_top(entry, vocabulary, best) for entry in entries], "refusal": None}
+
+
+def _with_top(entry: Entry, vocabulary: Vocabulary, best: int) -> dict[str, Any]:
+    own, ranked = entry.logprob or (0.0, [])
+    top = [_told(token, value, vocabulary) for token, value in ranked[:best]]
+    return {**_told(entry.token, own, vocabulary), "top_logprobs": top}
+
+
+def _told(token: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
+    return {"token": vocabulary.name(token), "logprob": logprob, "bytes": list(vocabulary.piece(token))}

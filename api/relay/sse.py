@@ -38,10 +38,11 @@ def stream(
 
     `heartbeat`: longest silence in seconds, None = no comments at all. Closes the exchange at its end; never raises.
     """
+    exchange.builder.only_streams()
     try:
         yield from _events(exchange, first, heartbeat, clock)
     except Exception as error:  # noqa: BLE001 - whatever it is, the client gets its end
-        yield b"data: %b\n\n" % error_data(_for_client(exchange, error).to_object())
+        yield b"data: %b\n\n" % error_data(for_client(exchange, error).to_object())
     finally:
         exchange.close()
     yield DONE
@@ -56,8 +57,7 @@ def _events(
     sent = looked = clock()
     while not exchange.builder.ended:
         due = min(sent + silence, looked + QUEUE_LOOK if place else inf)
-        events = exchange.next_events(max(0.0, min(due - clock(), LONGEST_WAIT)))
-        out = encode(events or ())
+        out = encode(exchange.next_events(max(0.0, min(due - clock(), LONGEST_WAIT))) or ())
         now = clock()
         if not out and place and now >= looked + QUEUE_LOOK:
             looked, before, place = now, place, _place(exchange)
@@ -84,7 +84,8 @@ def _place(exchange: Exchange) -> bytes:
     return b": queued position=%d\n" % place if eta is None else b": queued position=%d eta=%ds\n" % (place, round(eta))
 
 
-def _for_client(exchange: Exchange, error: Exception) -> SluiceError:
+def for_client(exchange: Exchange, error: Exception) -> SluiceError:
+    """What a client is told of whatever ended its stream."""
     if isinstance(error, ClientGone):
         return Cancelled("The client hung up.")
     if isinstance(error, SluiceError):

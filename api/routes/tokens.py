@@ -11,16 +11,16 @@ import msgspec
 from flask import Blueprint, Response, request
 
 from api.body import read_json
+from api.chat_prompt import ChatPrompt
 from api.edge import tell_ignored
 from api.schemas.messages import read_messages
 from api.schemas.strict import StrictRequest
 from api.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from api.services import Services, services
-from api.templating import TemplateFailed
-from api.thinking import SWITCHES
-from api.tokenizers import aside, special_tokens, template_tokens
+from api.tokenizers import aside, special_tokens
 from shared.cards import ModelCard
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import Unavailable
+from shared.prompts import check_cuts, encode_cut
 from shared.tokenizer import JsonTokenizer
 
 blueprint = Blueprint("tokens", __name__)
@@ -37,16 +37,26 @@ class NoTokenizer(Unavailable):
 def tokenize() -> Response:
     """Ids of a prompt, or of a chat as the model's template writes it."""
     parts = services()
-    fields = TokenizeRequest.read(_body(parts, TokenizeRequest))
+    body = _body(parts, TokenizeRequest)
+    fields = TokenizeRequest.read(body)
     card, tokenizer = _model(parts, fields.model)
-    text = fields.prompt if fields.prompt is not None else _chat(parts, fields, card, tokenizer)
-    add_special = fields.adds_special
+    _, switch = fields.thinking_switch()
+    prompt = ChatPrompt(fields.prompt) if fields.prompt is not None else _chat(parts, fields, card)
+    if switch is not None and not prompt.switched:
+        tell_ignored([*TokenizeRequest.unknown(body), switch])
+    check_cuts(prompt.cuts, card.context)
 
     def read() -> tuple[list[int], list[str | None] | None]:
-        ids = tokenizer.encode(text, add_special=add_special)
+        ids = encode_cut(
+            prompt.text,
+            prompt.cuts,
+            add_special=fields.adds_special,
+            encode=tokenizer.encode,
+            decode=tokenizer.decode,
+        )
         return ids, [tokenizer.name(number) for number in ids] if fields.return_token_strs else None
 
-    ids, names = aside(len(text), read)
+    ids, names = aside(len(prompt.text), read)
     return _json(
         {
             "count": len(ids),
@@ -99,21 +109,14 @@ def _model(parts: Services, name: str | None) -> tuple[ModelCard, JsonTokenizer]
     return card, tokenizer
 
 
-def _chat(parts: Services, fields: TokenizeRequest, card: ModelCard, tokenizer: JsonTokenizer) -> str:
-    if card.chat_template is None:
-        raise InvalidRequest(f"{card.id} has no chat template.", param="messages")
-    variables: dict[str, Any] = {
-        **template_tokens(card, tokenizer),
-        "messages": read_messages(fields.messages or []),
-        "add_generation_prompt": fields.add_generation_prompt,
-    }
+def _chat(parts: Services, fields: TokenizeRequest, card: ModelCard) -> ChatPrompt:
     thinking, _ = fields.thinking_switch()
-    if thinking is not None:
-        variables |= dict.fromkeys(SWITCHES, thinking)
-    try:
-        return parts.renderer.render(card.chat_template, variables)
-    except TemplateFailed as failed:
-        raise TemplateFailed(failed.message, param="messages") from None
+    return parts.chats.write(
+        card,
+        read_messages(fields.messages or []),
+        thinking=thinking,
+        add_generation_prompt=fields.add_generation_prompt,
+    )
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -1,6 +1,6 @@
 """What the endpoints answer, as models: the OpenAPI document is made from them, and tests hold real answers against them.
 
-Nothing is sent through them: answers are built where they arise (`api/relay/builder.py` for completions).
+Nothing is sent through them: answers are built where they arise (`api/relay/completion_builder.py` for completions).
 """
 
 from __future__ import annotations
@@ -106,6 +106,44 @@ class Completion(Answer):
     usage: Usage
 
 
+class JobChoice(Choice):
+    """One completion of one prompt, as far as it got."""
+
+    finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]
+    """null: the request ended before this choice was finished."""
+
+
+class Timings(Answer):
+    """Milliseconds; null where it did not come to that, or is not known any more."""
+
+    queued_ms: Annotated[float, Field(ge=0)] | None
+    """From submission until a worker took the request."""
+    first_token_ms: Annotated[float, Field(ge=0)] | None
+    """From there to the first token."""
+    total_ms: Annotated[float, Field(ge=0)] | None
+    """From there to the end."""
+
+
+class CompletionJob(Answer):
+    """A completion with how its request stands."""
+
+    id: CompletionId
+    object: Literal["text_completion"]
+    created: Count
+    model: Annotated[str, Field(min_length=1)]
+    system_fingerprint: str
+    choices: list[JobChoice]
+    """Empty until the end. After a failure or a cancellation: the text so far."""
+    usage: Usage | None
+    """null until the end. After a failure or a cancellation: what was sampled."""
+    status: Literal["queued", "running", "completed", "failed", "cancelled"]
+    queue_position: Annotated[int, Field(ge=1)] | None
+    """Place among your own waiting requests, 1 = next."""
+    error: Error | None
+    """Why it failed or was cancelled."""
+    timings: Timings
+
+
 class ChunkChoice(Answer):
     """The next piece of one choice. The piece with a `finish_reason` has no text."""
 
@@ -180,6 +218,8 @@ class WorkerState(Answer):
     """Requests it runs now."""
     tokens_per_second: Annotated[float, Field(ge=0)]
     draining: bool
+    out_of_memory: Count
+    """How often its model found no memory to compute with, since it started."""
 
 
 class QueueState(Answer):
@@ -234,9 +274,10 @@ class TokenizerInfo(Answer):
     model_max_length: Count
 
 
-#: Every model whose schema stands in the document by its own name.
+#: Models whose schema stands in the document by its own name.
 ANSWERS: tuple[type[Answer], ...] = (
     Completion,
+    CompletionJob,
     CompletionChunk,
     ErrorAnswer,
     Model,

@@ -36,7 +36,7 @@ def read_prompts(value: Any, card: ModelCard, most: int, *, empty: bool = False)
         raise _wrong("prompt must not be an empty array.")
     elif all(item is None or isinstance(item, str) for item in value):
         prompts = [item or "" for item in value]
-    elif isinstance(value[0], list):
+    elif any(isinstance(item, list) for item in value):
         prompts = [_token_ids(item, card) for item in value]
     else:
         prompts = [_token_ids(value, card)]

@@ -130,7 +130,7 @@ class SamplingFields(StrictRequest):
 
     def _check_engine(self, card: ModelCard) -> None:
         for name, field in type(self).model_fields.items():
-            if card.refuses(name) and getattr(self, name) != field.default:
+            if getattr(self, name) != field.default and card.refuses(name):
                 raise UnsupportedParameter(f"The engine of {card.id} does not support {name}.", param=name)
         for name in self._extras:
             if card.refuses(name):

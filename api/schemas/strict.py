@@ -62,12 +62,21 @@ def _refuse(error: ValidationError) -> NoReturn:
     if kind in _MUST_BE:
         message = f"{path} must be {_MUST_BE[kind]}."
     elif kind == "greater_than_equal":
-        message = f"{path} must be at least {limits['ge']:g}."
+        message = f"{path} must be at least {written(limits['ge'])}."
     elif kind == "less_than_equal":
-        message = f"{path} must be at most {limits['le']:g}."
+        message = f"{path} must be at most {written(limits['le'])}."
+    elif kind == "literal_error":
+        message = f"{path} must be {limits['expected']}."
+    elif kind == "missing":
+        message = f"{path} is required."
     else:
         message = f"{path} is not valid: {first['msg']}."
     raise InvalidRequest(message, param=str(first["loc"][0]))
+
+
+def written(bound: float) -> str:
+    """A bound of a field in words: in full, or a client that tries it could be refused again."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 def not_built(field: str, what: str = "This value") -> UnsupportedParameter:

@@ -23,9 +23,10 @@ from rich.table import Table
 from shared.sampling import SamplingParams
 from shared.settings import Settings
 from workers.engines.base import EngineRequest, Token
+from workers.engines.cores import usable_cores
 from workers.engines.llamacpp.carried import find_carried_model
 from workers.engines.llamacpp.engine import LlamaCppEngine
-from workers.engines.llamacpp.options import LlamaCppOptions, usable_cores
+from workers.engines.llamacpp.options import LlamaCppOptions
 
 STREAMS = (1, 8)
 #: One per stream, each at most 64 tokens.

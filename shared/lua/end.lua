@@ -5,7 +5,7 @@
 local id = ARGV[1]
 local j = job(id, 'a', 'terminal', 'status')
 if not j[3] then
-  if ARGV[2] ~= '' then R('DEL', P .. 'log:' .. id) end -- an owner's writes have made it anew, without a TTL
+  if ARGV[2] ~= '' then R('DEL', P .. 'log:' .. id) end -- nobody can read it by an id that is unknown
   return { -1 }
 end
 if j[2] then return { 0, j[2] } end

@@ -1,78 +1,114 @@
--- Gives a worker what its free lanes can hold, and the log of each: nothing has to be read afterwards.
+-- Gives a worker what its free lanes can hold, and the log of each, this take included: nothing has to be read afterwards.
 -- Order: handed-over requests of this fingerprint, the model's own RQ queue (jobs that RQ itself enqueued), then the
--- tenants by least requests served, interactive before batch. What is gone, ended or not queued is dropped; past its deadline: ended.
+-- tenants by least tokens served, interactive before batch. What is gone, ended or not queued is dropped; past its
+-- deadline: ended. One that carries a higher version than this worker's stays where it is.
 -- ARGV  1 worker  2 free lanes  3 all lanes  4 model  5 fingerprint  6 deadline frame  7 default timeout, ms
--- Returns {'retired'} or {'ok', {id, a, s, RQ data, home, ms left, origin, log, fanout, result_ttl}, ...}; s names the `take` frame
+--       8 frame for a request that cannot be given out  9 version  10 lanes that batch work leaves free, unless none is in use
+-- Returns {'retired'}, {'held'}: nothing but batch work waits, and may not have the free lanes, or {'ok', {id, a, s, ms left,
+--         log, [field, value, ...] of the job}, ...}; s names the `take` frame
 local w, free, all, model, fp = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 if R('SISMEMBER', P .. 'workers', w) == 0 then return { 'retired' } end
-local now, out, aside, suspect = clock(), { 'ok' }, {}, false
-for _, id in ipairs(R('HKEYS', P .. 'lanes:' .. w)) do -- at most one request that was there when a worker died
-  if (tonumber(job(id, 'kills')[1]) or 0) > 0 then suspect = true end
+local now, out, aside, reserve = clock(), { 'ok' }, {}, tonumber(ARGV[10] or 0)
+
+-- A suspect was without a token when a worker died. Until its first token of this attempt it runs apart from all others
+-- that have seen a worker die: if this one dies too, it is known whose fault it is.
+local suspect, seen = false, false
+for _, id in ipairs(R('HKEYS', P .. 'lanes:' .. w)) do
+  local j = job(id, 'kills', 'tries')
+  local kills, tries = whole(j[1], 0, 0, 1000000), whole(j[2], 0, 0, 1000000)
+  if kills + tries > 0 then
+    local last = redis.pcall('XREVRANGE', P .. 'log:' .. id, '+', '-', 'COUNT', 1)
+    if last[1] and not string.find(last[1][2][2], '"k":"delta"', 1, true) then
+      suspect, seen = suspect or kills > 0, true
+    end
+  end
 end
 
-local function pop() -- the next waiting id, and a function that puts it back where it was
-  local lists = { P .. 'resume:' .. model .. ':' .. fp, 'rq:queue:' .. model }
-  for _, list in ipairs(lists) do
-    local id = R('LPOP', list)
-    if id then return id, function() R('LPUSH', list, id) end end
-  end
+local function pop() -- the next waiting id, a function that puts it back where it was, lanes it may have, its tenant's score
   for _, class in ipairs({ 'interactive', 'batch' }) do
-    local ring = P .. 'ring:' .. model .. ':' .. class
+    local room, ring = free, P .. 'ring:' .. model .. ':' .. class
+    if class == 'batch' and free < all then room = free - reserve end
+    if room <= 0 then
+      if #out == 1 and R('EXISTS', ring, resume_list(model, fp, class)) > 0 then out[1] = 'held' end
+      return
+    end
+    for _, list in ipairs({ resume_list(model, fp, class), class == 'interactive' and 'rq:queue:' .. model or nil }) do
+      local id = R('LPOP', list)
+      if id then return id, function() R('LPUSH', list, id) end, room end
+    end
     while true do
       local tenant = R('ZRANGE', ring, 0, 0)[1]
       if not tenant then break end
       local list = 'rq:queue:' .. model .. ':' .. class .. ':' .. tenant
-      local id = R('LPOP', list)
-      local score = R('ZSCORE', ring, tenant)
-      if id then R('ZINCRBY', ring, 1, tenant) end
+      local id, score = R('LPOP', list), R('ZSCORE', ring, tenant)
       if R('LLEN', list) == 0 then R('ZREM', ring, tenant) end
-      if id then return id, function() R('LPUSH', list, id) R('ZADD', ring, score, tenant) end end
+      if id then return id, function() R('LPUSH', list, id) R('ZADD', ring, score, tenant) end, room, score end
     end
   end
 end
 
+local mean = whole(figure(model, 'tokens'), 1, 1, 1e9) -- what a request is charged until it ends
+
+local function account(id, j, score) -- score: its tenant's, when its turn came
+  R('HSET', 'rq:job:' .. id, 'taken', int(now))
+  if not (j.class and j.tenant) then return end
+  if not j.charged then
+    R('HSET', 'rq:job:' .. id, 'charged', mean)
+    charge(model, j.class, j.tenant, mean)
+  end
+  if score then R('HSET', P .. 'pace:' .. model, 'at:' .. j.class, score) end
+end
+
+local function give(id, put_back, room, score) -- false: it has to wait for lanes, and everybody behind it
+  if not string.match(id, '^[%w_-]+$') then return true end -- an id is RQ's; anybody can push something else
+  local j = named(id, 'v', 'a', 'status', 'dl', 'kills', 'needs', 'terminal', 'origin', 'exec', 'owner', 'queued', 'home',
+    'log_ttl', 'timeout', 'fanout', 'class', 'tenant', 'charged', 'tries')
+  if j.status ~= 'queued' or j.terminal then return true end
+  local timeout = whole(j.timeout, nil, -YEARS, YEARS)
+  local deadline = whole(j.dl, now + (timeout and timeout * 1000 or tonumber(ARGV[7])), -ATTEMPTS, ATTEMPTS)
+  deadline = math.min(deadline, now + 30 * 86400000)
+  local needs = math.min(whole(j.needs, 1, 1, 1000000), all)
+  local kills, tries = whole(j.kills, 0, 0, 1000000), whole(j.tries, 0, 0, 1000000)
+  if deadline < now then
+    finish(id, ARGV[6], 'deadline', 'failed')
+    return true
+  elseif (kills > 0 and seen) or (kills + tries > 0 and suspect) or whole(j.v, 0, 0, ATTEMPTS) > tonumber(ARGV[9]) then
+    aside[#aside + 1] = put_back
+    return true
+  elseif needs > room then -- it waits for lanes at the front, and nobody overtakes it
+    put_back()
+    return false
+  end
+  local ta, s = top(id)
+  local a = math.max(whole(j.a, 0, 0, ATTEMPTS) + 1, ta + 1, now)
+  local A, origin, log = int(a), j.origin or model, P .. 'log:' .. id
+  local left = math.max(1, math.ceil((deadline - now) / 1000))
+  local entries = s > 0 and R('XRANGE', log, '-', '+') or {}
+  local frame = '[{"k":"take","worker":"' .. w .. '","queued_ms":' .. int(now - whole(j.queued, now, 0, now)) .. '}]'
+  entries[#entries + 1] = { A .. '-' .. (s + 1), { 'f', frame } }
+  R('XADD', log, A .. '-' .. (s + 1), 'f', frame)
+  R('EXPIRE', log, left + whole(j.log_ttl, 300, 1, YEARS))
+  drop_execution(id, origin, j.exec, j.owner)
+  R('HSET', 'rq:job:' .. id, 'a', A, 'owner', w, 'status', 'started', 'exec', A, 'worker_name', w, 'fp', fp, 'model', model,
+    'dl', int(deadline), 'origin', origin, 'started_at', rq_time(now), 'last_heartbeat', rq_time(now))
+  pcall(account, id, j, score) -- something else may lie where its keys belong
+  begin_execution(id, origin, A, w, now, left)
+  R('HSET', P .. 'lanes:' .. w, id, A)
+  tell(id, j.home, j.fanout, a, s + 1, frame)
+  suspect, seen = suspect or kills > 0, seen or kills + tries > 0
+  free = free - needs
+  out[#out + 1] = { id, A, s + 1, int(deadline - now), entries, R('HGETALL', 'rq:job:' .. id) }
+  return true
+end
+
 while free > 0 do
-  local id, put_back = pop()
+  local id, put_back, room, score = pop()
   if not id then break end
-  local j = job(id, 'a', 'status', 'dl', 'kills', 'needs', 'terminal', 'origin', 'exec', 'owner', 'queued', 'home', 'data', 'log_ttl', 'timeout', 'fanout', 'result_ttl')
-  -- an id is RQ's: letters, digits, dash, underscore; anybody can push something else
-  if j[2] == 'queued' and not j[6] and string.match(id, '^[%w_-]+$') then
-    local deadline = tonumber(j[3]) or now + (tonumber(j[14]) and tonumber(j[14]) * 1000 or tonumber(ARGV[7]))
-    deadline = math.min(deadline, now + 30 * 86400000)
-    local needs = math.max(1, math.min(tonumber(j[5]) or 1, all))
-    if deadline < now then
-      finish(id, ARGV[6], 'deadline', 'failed')
-    elseif (tonumber(j[4]) or 0) > 0 and suspect then
-      aside[#aside + 1] = put_back
-    elseif needs > free then -- it waits for lanes at the front, and nobody overtakes it
-      put_back()
-      break
-    else
-      local ta, s = top(id)
-      local a = math.max((tonumber(j[1]) or 0) + 1, ta + 1, now)
-      local A, origin, log = int(a), j[7] or model, P .. 'log:' .. id
-      local left = math.max(1, math.ceil((deadline - now) / 1000))
-      local frame = '[{"k":"take","worker":"' .. w .. '","queued_ms":' .. int(now - (tonumber(j[10]) or now)) .. '}]'
-      R('XADD', log, A .. '-' .. (s + 1), 'f', frame)
-      R('EXPIRE', log, left + (tonumber(j[13]) or 300))
-      drop_execution(id, origin, j[8], j[9])
-      R('HSET', 'rq:job:' .. id, 'a', A, 'owner', w, 'status', 'started', 'exec', A, 'worker_name', w, 'fp', fp, 'model', model,
-        'dl', int(deadline), 'origin', origin, 'started_at', rq_time(now), 'last_heartbeat', rq_time(now))
-      local name, seconds = id .. ':' .. A, now / 1000
-      R('HSET', 'rq:execution:' .. name, 'id', A, 'job_id', id, 'worker_name', w, 'created_at', seconds, 'last_heartbeat', seconds)
-      R('EXPIRE', 'rq:execution:' .. name, left + 60)
-      R('ZADD', 'rq:executions:' .. id, math.floor(seconds) + left + 60, A)
-      R('EXPIRE', 'rq:executions:' .. id, left + 60)
-      R('ZADD', 'rq:wip:' .. origin, math.floor(seconds) + left + 60, name)
-      R('SADD', 'rq:worker:' .. w .. ':executions', name)
-      R('EXPIRE', 'rq:worker:' .. w .. ':executions', 600)
-      R('SADD', 'rq:workers:' .. origin, 'rq:worker:' .. w)
-      R('HSET', P .. 'lanes:' .. w, id, A)
-      tell(id, j[11], j[15], a, s + 1, frame)
-      suspect = suspect or (tonumber(j[4]) or 0) > 0
-      free = free - needs
-      out[#out + 1] = { id, A, s + 1, j[12] or '', j[11] or '', int(deadline - now), origin, s > 0 and R('XRANGE', log, '-', '+') or {}, j[15] or '', tonumber(j[16]) or 3600 }
-    end
+  local given, go_on = pcall(give, id, put_back, room, score)
+  if not given then -- something else lies where its keys belong: it ends, and what is taken with it is not lost
+    pcall(finish, id, ARGV[8], 'take', 'failed')
+  elseif not go_on then
+    break
   end
 end
 for i = #aside, 1, -1 do aside[i]() end

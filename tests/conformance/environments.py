@@ -26,12 +26,12 @@ def python(name: str) -> Path:
     pins = HERE / f"requirements-{name}.txt"
 
     def make(folder: Path) -> None:
-        _run([sys.executable, "-m", "venv", str(folder)])
+        run([sys.executable, "-m", "venv", str(folder)])
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, "-r", str(pins)])
+        run([*pip, "-r", str(pins)])
 
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    return _made(name, pins.read_bytes() + version.encode(), make) / "bin" / "python"
+    return made(name, pins.read_bytes() + version.encode(), make) / "bin" / "python"
 
 
 def node(name: str) -> Path:
@@ -42,12 +42,12 @@ def node(name: str) -> Path:
     def make(folder: Path) -> None:
         folder.mkdir()
         shutil.copy(package, folder)
-        _run(
+        run(
             ["npm", "install", "--silent", "--no-audit", "--no-fund", "--no-package-lock", "--ignore-scripts"],
             cwd=folder,
         )
 
-    folder = _made(name, package.read_bytes(), make)
+    folder = made(name, package.read_bytes(), make)
     for script in source.glob("*.mjs"):
         shutil.copy(script, folder)
     return folder
@@ -64,7 +64,7 @@ def _place(name: str, pins: bytes) -> Path:
     return CACHE / f"{name}-{hashlib.sha256(pins).hexdigest()[:12]}"
 
 
-def _made(name: str, pins: bytes, make: Callable[[Path], None]) -> Path:
+def made(name: str, pins: bytes, make: Callable[[Path], None]) -> Path:
     folder = _place(name, pins)
     whole = folder / ".whole"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def make_all() -> None:
         print(node(package.parent.name))
 
 
-def _run(command: list[str], cwd: Path | None = None) -> None:
+def run(command: list[str], cwd: Path | None = None) -> None:
     ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=INSTALL_S)
     if ended.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{ended.stdout[-1500:]}\n{ended.stderr[-1500:]}")

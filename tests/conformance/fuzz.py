@@ -29,9 +29,13 @@ CHECKS = [
     checks.response_headers_conformance,
     checks.response_schema_conformance,
 ]
-COMPLETIONS = "/v1/completions"
-#: Of all requests, those that go to completions; and of those and of each other kind, those that break the schema.
-TO_COMPLETIONS, BROKEN = 0.85, 0.3
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+#: Of all requests, those that go to each; and of those and of each other kind, those that break the schema.
+SHARES, BROKEN = {COMPLETIONS: 0.55, CHATS: 0.3}, 0.3
+#: Fields of a chat whose valid values this server refuses.
+NOT_SERVED = ("functions", "function_call", "tool_choice")
+#: Headers that say how long a client waits.
+IMPATIENT = ("X-Request-Deadline-Ms", "X-Stainless-Read-Timeout")
 #: A request says a handful of things, as a client's does; with all fields set each time, some rule always refuses.
 MOST_FIELDS = 7
 PROMPTS = ("Once upon a time", "The capital of France is", "für Ökonomen: 你好 🌍", "{", " ")
@@ -41,7 +45,7 @@ class Report:
     def __init__(self) -> None:
         self.requests = 0
         self.valid = 0
-        self.valid_200 = 0
+        self.valid_served = 0
         self.statuses: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
         self.operations: collections.Counter[str] = collections.Counter()
@@ -62,10 +66,14 @@ class Fuzz:
         self.schema = schemathesis.openapi.from_dict(self.document)
         self.schema.config.update(base_url=url)
         self.schema.config.max_stream_events = 100_000  # by default it reads but the first ones
-        self.chunk = self._validator("CompletionChunk")
+        self.chunks = {COMPLETIONS: self._validator("CompletionChunk"), CHATS: self._validator("ChatCompletionChunk")}
         self.error = self._validator("ErrorAnswer")
-        self.body = self._validator("CompletionRequest")
+        self.bodies = {COMPLETIONS: self._validator("CompletionRequest"), CHATS: self._validator("ChatRequest")}
         self.report = Report()
+        self.jobs: dict[str, list[str]] = {COMPLETIONS: [], CHATS: []}
+        self.keys = 0
+        self.files: list[str] = []
+        self.batches: list[str] = []
 
     def _validator(self, name: str) -> Any:
         components = {"components": self.document["components"]}
@@ -76,10 +84,10 @@ class Fuzz:
             (path, method.upper())
             for path, methods in self.document["paths"].items()
             for method in methods
-            if path != COMPLETIONS and self._served(path, method)
+            if path not in SHARES and self._served(path, method)
         ]
-        to_others = int(count * (1 - TO_COMPLETIONS))
-        shares = {(COMPLETIONS, "POST"): count - to_others}
+        shares = {(path, "POST"): int(count * share) for path, share in SHARES.items()}
+        to_others = count - sum(shares.values())
         for index, other in enumerate(others):
             shares[other] = to_others // len(others) + (index < to_others % len(others))
         for (path, method), share in shares.items():
@@ -92,11 +100,27 @@ class Fuzz:
 
     def _served(self, path: str, method: str) -> bool:
         """Not everything that is described is there already."""
-        answer = self.session.request(method, self.url + path.format(model=self.model), json={}, timeout=30)
+        for kind, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHATS, {"messages": [{"role": "user", "content": "x"}]})):
+            job = self.session.post(self.url + kind, json={"model": self.model, "max_tokens": 1, **prompt})
+            self.jobs[kind].append(job.json()["id"])
+        self._batch()
+        filled = path.format(
+            model=self.model, job_id=self.jobs[_kind(path)][-1], file_id=self.files[-1], batch_id=self.batches[-1]
+        )
+        answer = self.session.request(method, self.url + filled, json={}, timeout=30)
         there = not (answer.status_code == 404 and answer.json()["error"]["code"] == "not_found")
         if not there:
             self.report.not_served.append(path)
         return there
+
+    def _batch(self) -> None:
+        """A batch that fails at once, and a file that none needs."""
+        for raw in (b"{}", b"x"):
+            form = {"file": ("requests.jsonl", raw)}
+            answer = self.session.post(f"{self.url}/v1/files", data={"purpose": "batch"}, files=form, timeout=30)
+            self.files.append(answer.json()["id"])
+        asked = {"input_file_id": self.files[-2], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        self.batches.append(self.session.post(f"{self.url}/v1/batches", json=asked, timeout=30).json()["id"])
 
     def _operation(self, operation: Any, mode: GenerationMode, count: int) -> None:
         """Generation may come to repeat itself before `count`; then it begins anew with another seed."""
@@ -122,16 +146,33 @@ class Fuzz:
             rounds += 1
 
     def send(self, case: Any, mode: GenerationMode) -> None:
-        completes = case.path == COMPLETIONS
+        completes = case.path in SHARES
         if completes and mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
-            case.body = self.fit(case.body)
+            case.body = self.fit_chat(case.body) if case.path == CHATS else self.fit_raw(case.body)
         elif (
             completes and isinstance(case.body, dict) and not isinstance(case.body.get("max_tokens"), str | bool | list)
         ):
             case.body["max_tokens"] = self.most_tokens  # what is wrong must be another field
         elif case.path == "/v1/models/{model}" and self.random.random() < 0.6:
             case.path_parameters = {"model": self.model}
-        valid = mode is GenerationMode.POSITIVE and (not completes or self.body.is_valid(case.body))
+        elif "{job_id}" in case.path and self.random.random() < 0.6:
+            case.path_parameters = {"job_id": self.random.choice(self.jobs[_kind(case.path)])}
+            if self.random.random() < 0.5:  # any other cursor is one of another run
+                for given in (case.headers, case.query):
+                    for name in ("Last-Event-ID", "starting_after"):
+                        if given:
+                            given.pop(name, None)
+        elif "{file_id}" in case.path and self.random.random() < 0.6:
+            case.path_parameters = {"file_id": self.random.choice(self.files)}
+        elif "{batch_id}" in case.path and self.random.random() < 0.6:
+            case.path_parameters = {"batch_id": self.random.choice(self.batches)}
+        for name in IMPATIENT:  # a deadline of a few milliseconds is a right one, and passes
+            if case.headers:
+                case.headers.pop(name, None)
+        if completes and case.headers and "Idempotency-Key" in case.headers and self.random.random() < 0.8:
+            self.keys += 1
+            case.headers["Idempotency-Key"] = f"{self.number}-{self.keys}"
+        valid = mode is GenerationMode.POSITIVE and (not completes or self.bodies[case.path].is_valid(case.body))
         if completes and mode is GenerationMode.POSITIVE and not valid:
             raise AssertionError(f"`fit` broke a request: {case.body!r}")
         report = self.report
@@ -142,19 +183,19 @@ class Fuzz:
             status = response.status_code
             report.statuses[str(status)] += 1
             report.valid += valid
-            report.valid_200 += valid and status == 200
+            report.valid_served += valid and status < 300
             if status >= 400 and response.content:
                 error = response.json()["error"]
                 report.refusals[f"{status} {error['code']} {error['param'] if valid else '-'}"] += 1
             if response.headers.get("content-type", [""])[0].startswith("text/event-stream"):
-                self.check_stream(response.content.decode())
+                self.check_stream(response.content.decode(), self.chunks[_kind(case.path)])
             case.validate_response(response, checks=CHECKS)
         except (Exception, FailureGroup) as error:  # all of them are findings
             text = "".join(traceback.format_exception_only(error))
             found = {"request": f"{case.method} {case.path}", "body": repr(case.body)[:2000], "error": text[:2000]}
             report.failures.append(found)
 
-    def check_stream(self, text: str) -> None:
+    def check_stream(self, text: str, chunk: Any) -> None:
         events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
         assert events and events[-1] == "[DONE]", text[-300:]
         for event in events[:-1]:
@@ -163,15 +204,11 @@ class Fuzz:
                 self.error.validate(value)
                 assert value["error"]["type"] == "invalid_request_error", value
             else:
-                self.chunk.validate(value)
+                chunk.validate(value)
 
-    def fit(self, body: dict[str, Any]) -> dict[str, Any]:
+    def fit_raw(self, body: dict[str, Any]) -> dict[str, Any]:
         """A request that keeps the rules between fields and names ids and models that exist; all else stays."""
-        draw = self.random
-        said = [name for name, value in body.items() if value is not None and name not in ("prompt", "model")]
-        kept = draw.sample(said, min(len(said), draw.randint(0, MOST_FIELDS)))
-        made = {name: value for name, value in body.items() if value is None or name in kept or name == "prompt"}
-        made["model"] = self.model if draw.random() < 0.95 else body.get("model")
+        draw, made = self.random, self._some_of(body, "prompt")
         if not made.get("prompt") and draw.random() < 0.95:
             made["prompt"] = draw.choice(PROMPTS)  # an empty one is refused by models without a begin-of-text token
         if isinstance(made.get("prompt"), list):
@@ -179,31 +216,63 @@ class Fuzz:
             made["prompt"] = [self._ids(p) if isinstance(p, list) else p for p in prompts]
             if isinstance(prompts[0], int | float):
                 made["prompt"] = self._ids(prompts)
+        self._fit(made)
+        if made.get("best_of"):
+            made["best_of"] = min(max(made["best_of"], made.get("n") or 1), 6)
+            if made.get("stream"):
+                made["best_of"] = made.get("n") or 1
+        if made.get("suffix"):
+            made.pop("echo", None)
+        return made
+
+    def fit_chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The same of a chat: a template may want a last word of the user."""
+        made = self._some_of(body, "messages")
+        for name in NOT_SERVED:
+            made.pop(name, None)
+        made["messages"] = [*made["messages"][:4], {"role": "user", "content": self.random.choice(PROMPTS)}]
+        self._fit(made)
+        if made.pop("max_completion_tokens", None) is not None:
+            made["max_completion_tokens"] = self.random.randint(1, self.most_tokens)
+        if made.get("top_logprobs") is not None:
+            made["top_logprobs"], made["logprobs"] = int(made["top_logprobs"]), True
+        return made
+
+    def _some_of(self, body: dict[str, Any], always: str) -> dict[str, Any]:
+        """A handful of the fields that were drawn, and `always`."""
+        draw = self.random
+        said = [name for name, value in body.items() if value is not None and name not in (always, "model")]
+        kept = draw.sample(said, min(len(said), draw.randint(0, MOST_FIELDS)))
+        made = {name: value for name, value in body.items() if value is None or name in kept or name == always}
+        made.pop("webhook_url", None)
+        made["model"] = self.model if draw.random() < 0.95 else body.get("model")
+        return made
+
+    def _fit(self, made: dict[str, Any]) -> None:
+        """What both kinds have."""
+        draw = self.random
         if made.get("stop_token_ids"):
             made["stop_token_ids"] = self._ids(made["stop_token_ids"])
         if made.get("logit_bias"):
             made["logit_bias"] = {str(int(key) % self.vocab): bias for key, bias in made["logit_bias"].items()}
         for name in ("max_tokens", "n", "best_of", "top_k", "min_tokens", "seed", "priority", "logprobs"):
-            if made.get(name) is not None:
+            if made.get(name) is not None and not isinstance(made[name], bool):
                 made[name] = int(made[name])  # 1.0 is an integer to a schema, and none to us
         if draw.random() < 0.3:
             made["stream"] = True
         if made.get("n"):
             made["n"] = min(made["n"], 4)
-        if made.get("best_of"):
-            made["best_of"] = min(max(made["best_of"], made.get("n") or 1), 6)
-            if made.get("stream"):
-                made["best_of"] = made.get("n") or 1
         if not made.get("stream"):
             made.pop("stream_options", None)
-        if made.get("suffix"):
-            made.pop("echo", None)
         if draw.random() >= self.unbounded:
             made["max_tokens"] = draw.randint(1, self.most_tokens)
-        return made
 
     def _ids(self, ids: list[Any]) -> list[int]:
         return [int(token) % self.vocab for token in ids]
+
+
+def _kind(path: str) -> str:
+    return CHATS if path.startswith(CHATS) else COMPLETIONS
 
 
 def main() -> None:

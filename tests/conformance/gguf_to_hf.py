@@ -37,19 +37,37 @@ CONTROL = 3
 def convert(source: Path, folder: Path) -> None:
     """Writes config, weights and tokenizer into `folder`, and `f32.gguf` beside them."""
     reader = gguf.GGUFReader(source)
+    weights = _folder(reader, folder, torch.float32)
+    _as_floats(reader, weights, folder / "f32.gguf")
+
+
+def convert_to_half(source: Path, folder: Path) -> None:
+    """The same folder with 16-bit weights, which is what exllamav2 takes, and the chat template; no GGUF."""
+    reader = gguf.GGUFReader(source)
+    _folder(reader, folder, torch.float16)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {"add_bos_token": False, "chat_template": _field(reader, "tokenizer.chat_template")}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    eos = {"eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(eos), encoding="utf-8")
+
+
+def _folder(reader: gguf.GGUFReader, folder: Path, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """Writes the folder for transformers; returns the weights as floats, by their GGUF names."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32) for t in reader.tensors}
-    _config(reader, folder)
-    _weights(reader, weights, folder)
+    _config(reader, folder, dtype)
+    _weights(reader, weights, folder, dtype)
     _tokenizer(reader, folder)
-    _as_floats(reader, weights, folder / "f32.gguf")
+    return weights
 
 
 def _field(reader: gguf.GGUFReader, key: str) -> Any:
     return reader.fields[key].contents()
 
 
-def _config(reader: gguf.GGUFReader, folder: Path) -> None:
+def _config(reader: gguf.GGUFReader, folder: Path, dtype: torch.dtype) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -66,12 +84,12 @@ def _config(reader: gguf.GGUFReader, folder: Path) -> None:
         "bos_token_id": _field(reader, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _field(reader, "tokenizer.ggml.eos_token_id"),
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "torch_dtype": "float32",
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def _weights(reader: gguf.GGUFReader, weights: dict[str, np.ndarray], folder: Path) -> None:
+def _weights(reader: gguf.GGUFReader, weights: dict[str, np.ndarray], folder: Path, dtype: torch.dtype) -> None:
     heads = {
         "attn_q": _field(reader, "llama.attention.head_count"),
         "attn_k": _field(reader, "llama.attention.head_count_kv"),
@@ -85,7 +103,7 @@ def _weights(reader: gguf.GGUFReader, weights: dict[str, np.ndarray], folder: Pa
             made[f"model.layers.{parts[1]}.{PARTS[parts[2]]}.weight"] = values
         else:
             made[f"{WHOLE[parts[0]]}.weight"] = values
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in made.items()}
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)).to(dtype) for name, values in made.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

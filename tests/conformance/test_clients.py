@@ -139,3 +139,11 @@ def test_llm(stack: Stack, tmp_path: Path) -> None:
     failed = say("-o", "logit_bias", '{"99999999": 1}')
     assert failed.returncode != 0
     assert "logit_bias" in failed.stderr
+
+
+def test_instructor(stack: Stack) -> None:
+    """A pydantic model by a tool that must be called, and by a schema: what comes is one, at the first try."""
+    found = read([environments.python("instructor"), environments.HERE / "instructor_client.py", url(stack), REAL])
+    assert len(found) == 2
+    for person in found.values():
+        assert person.keys() == {"name", "age", "mood"} and 0 <= person["age"] <= 130 and len(person["name"]) <= 30

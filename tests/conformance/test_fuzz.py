@@ -43,8 +43,10 @@ def fuzz(stack: Stack, model: str, requests: int, *, max_tokens: int, timeout: f
 def passed(report: dict[str, Any], requests: int) -> None:
     assert report["failures"] == [], (len(report["failures"]), report["failures"][:5])
     assert report["requests"] == requests
-    assert not [status for status in report["statuses"] if status >= "5"], report["statuses"]
-    assert report["valid_200"] * 2 >= report["valid"], report["refusals"]
+    # 503: a cursor that its stream never had
+    assert not [status for status in report["statuses"] if status >= "5" and status != "503"], report["statuses"]
+    assert not [refusal for refusal in report["refusals"] if refusal.startswith("503") and "log_lost" not in refusal]
+    assert report["valid_served"] * 2 >= report["valid"], report["refusals"]
 
 
 @pytest.mark.timeout(180)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import Batch
 from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 
@@ -216,3 +218,116 @@ async def _many(port: int) -> list[str]:
 
 def test_the_asynchronous_client(stack: Stack) -> None:
     assert asyncio.run(_many(stack.port)) == [f"{number} ab" for number in range(40)]
+
+
+# -- files and batches
+
+
+def requests_of(count: int, **body: Any) -> bytes:
+    one = {"method": "POST", "url": "/v1/completions"}
+    return b"".join(
+        json.dumps(
+            {"custom_id": f"request-{n}", **one, "body": {"model": SCRIPTED, "prompt": script(f"{n}"), **body}}
+        ).encode()
+        + b"\n"
+        for n in range(count)
+    )
+
+
+def over(client: OpenAI, batch: Batch) -> Batch:
+    def looked() -> Batch | None:
+        found = client.batches.retrieve(batch.id)
+        return found if found.status in ("completed", "failed", "expired", "cancelled") else None
+
+    return wait_for(looked, 60, every=0.2)
+
+
+def test_a_batch_from_file_to_results(strict: OpenAI) -> None:
+    uploaded = strict.files.create(
+        file=("requests.jsonl", requests_of(20)),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 7200},
+    )
+    assert uploaded.filename == "requests.jsonl" and uploaded.bytes == len(requests_of(20))
+    assert uploaded.expires_at == uploaded.created_at + 7200
+    batch = strict.batches.create(
+        input_file_id=uploaded.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        metadata={"run": "7"},
+        output_expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    assert batch.status == "validating" and batch.expires_at == batch.created_at + 86_400
+    batch = over(strict, batch)
+    assert batch.status == "completed" and batch.metadata == {"run": "7"} and batch.model == SCRIPTED
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    counts = batch.request_counts
+    assert counts and (counts.total, counts.completed, counts.failed) == (20, 20, 0)
+    assert batch.usage and batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens > 0
+    assert batch.error_file_id is None and batch.output_file_id
+    results = [json.loads(line) for line in strict.files.content(batch.output_file_id).text.splitlines()]
+    assert {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in results} == {
+        f"request-{n}": f"{n}" for n in range(20)
+    }
+    for result in results:
+        check_completion(result["response"]["body"])
+        assert result["response"]["status_code"] == 200 and result["error"] is None
+    output = strict.files.retrieve(batch.output_file_id)
+    assert output.purpose == "batch_output" and output.expires_at
+    assert 3590 < output.expires_at - output.created_at < 3660 + 60
+    assert b"".join(strict.files.content(uploaded.id).iter_bytes()) == requests_of(20)
+    for file_id in (uploaded.id, batch.output_file_id):
+        assert strict.files.delete(file_id).deleted
+        with pytest.raises(openai.NotFoundError):
+            strict.files.retrieve(file_id)
+    with pytest.raises(openai.NotFoundError):
+        strict.files.content(batch.output_file_id)
+
+
+def test_cancelling_a_batch(client: OpenAI, stack: Stack) -> None:
+    uploaded = client.files.create(file=requests_of(5, prompt=endless(delay_ms=20)), purpose="batch")
+    batch = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
+    wait_for(lambda: client.batches.retrieve(batch.id).status == "in_progress", 30)
+    with pytest.raises(openai.ConflictError):
+        client.with_options(max_retries=0).files.delete(uploaded.id)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = over(client, batch)
+    assert batch.status == "cancelled" and batch.cancelled_at and batch.output_file_id is None and batch.error_file_id
+    rows = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    assert {row["error"]["code"] for row in rows} == {"batch_cancelled"} and len(rows) == 5
+    wait_for(stack.idle, 20)
+
+
+def test_lists_of_files_and_batches(client: OpenAI) -> None:
+    made = [client.files.create(file=requests_of(1), purpose="batch").id for _ in range(5)]
+    batches = [
+        client.batches.create(input_file_id=file_id, endpoint="/v1/completions", completion_window="1h").id
+        for file_id in made
+    ]
+    for kind, ids in ((client.files, made), (client.batches, batches)):
+        first = kind.list(limit=2)
+        assert [item.id for item in first][:2] == ids[::-1][:2] and first.has_more
+        every = [item.id for item in kind.list(limit=2)]  # the client fetches page after page
+        assert every[:5] == ids[::-1] and len(set(every)) == len(every)
+    assert [f.id for f in client.files.list(order="asc", purpose="batch")][-5:] == made
+    assert not [f for f in client.files.list(purpose="batch_output") if f.id in made]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.batches.list(after="batch_0")
+    assert caught.value.param == "after"
+    for batch_id in batches:
+        wait_for(lambda batch_id=batch_id: client.batches.retrieve(batch_id).status == "completed", 60)
+
+
+def test_a_file_that_is_no_batch(client: OpenAI) -> None:
+    uploaded = client.files.create(file=requests_of(2) + b"{bad\n", purpose="batch")
+    batch = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
+    batch = over(client, batch)
+    assert batch.status == "failed" and batch.errors and batch.errors.data
+    assert (batch.errors.data[0].line, batch.errors.data[0].code) == (3, "invalid_json_line")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.files.create(file=b"x", purpose="fine-tune")
+    assert caught.value.param == "purpose"
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve("batch_0")
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id="file-0", endpoint="/v1/completions", completion_window="24h")

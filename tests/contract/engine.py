@@ -6,17 +6,21 @@ nothing of any engine beyond the interface and the few hints of `EngineUnderTest
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import pytest
 
 from shared.cards import ModelCard
-from shared.errors import ContextLengthExceeded, InvalidRequest
+from shared.errors import ContextLengthExceeded, InvalidRequest, LogLost, StructuredOutputFailed
 from shared.sampling import SamplingParams
+from shared.structured import Constraint, of_choices, of_schema
 from workers.engines.base import (
     Engine,
     EngineRequest,
@@ -28,10 +32,26 @@ from workers.engines.base import (
     Started,
     Token,
 )
+from workers.generation.constraint import Grammars
+from workers.grammars import grammars_of
 
 #: The longest a request of this suite may take, s: a hanging engine fails instead of blocking the run.
 DEADLINE_S = 60.0
 GREEDY = SamplingParams(temperature=0.0)
+_VALUE = {"type": "integer", "minimum": 0, "maximum": 99}
+#: Its texts are short.
+TREE = of_schema(
+    {
+        "type": "object",
+        "properties": {
+            "v": _VALUE,
+            "kids": {"type": "array", "items": {"type": "object", "properties": {"v": _VALUE}, "required": ["v"],
+                     "additionalProperties": False}, "maxItems": 1},
+        },
+        "required": ["v", "kids"],
+        "additionalProperties": False,
+    }
+)  # fmt: skip
 
 
 @dataclass
@@ -42,7 +62,8 @@ class EngineUnderTest:
     `ending_prompt`: ends by itself within 64 tokens, given a logit bias of 100 on the first end id.
     `obedient_prompt`: its tokens obey bias, min_tokens and ignore_eos. `special`: a special token as written in
     text; None = the model has none. `failing_prompt`: taken in, then Failed; None = there is no such prompt.
-    `repeats`: the same request gives the same tokens whatever runs beside it.
+    `repeats`: the same request gives the same tokens whatever runs beside it. `penalises`: its tokens obey penalties.
+    `make_small`: builds and loads one whose memory for tokens is small; None = it needs none.
     """
 
     make: Callable[[], tuple[Engine, ModelCard]]
@@ -52,8 +73,25 @@ class EngineUnderTest:
     special: str | None = None
     failing_prompt: str | None = None
     repeats: bool = True
+    penalises: bool = True
+    make_small: Callable[[], tuple[Engine, ModelCard]] | None = None
     engine: Engine = field(init=False)
     card: ModelCard = field(init=False)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        return grammars_of(self.engine, self.card)
+
+    @cached_property
+    def blanks(self) -> list[int]:
+        """Ids of white space."""
+        pieces = ((token, self.engine.detokenize((token,))) for token in range(self.card.vocab_size))
+        return [token for token, piece in pieces if piece and not piece.strip(b" \n")]
+
+    def held_to(self, name: str, constraint: Constraint, **fields: object) -> EngineRequest:
+        """A request whose tokens obey masks, with this one."""
+        grammar = self.grammars.of(constraint)
+        return self.request(name, text=self.obedient_prompt, grammar=grammar, **{"max_new": 400, **fields})  # type: ignore[arg-type]
 
     def request(self, name: str, *, text: str | None = None, max_new: int = 8, **fields: object) -> EngineRequest:
         """A greedy request, unless `fields` say otherwise."""
@@ -105,6 +143,10 @@ def check_order(events: list[Event]) -> None:
 
 def tokens(events: list[Event]) -> list[Token]:
     return [event for event in events if isinstance(event, Token)]
+
+
+def text(events: list[Event]) -> bytes:
+    return b"".join(token.piece for token in tokens(events) if not token.end)
 
 
 def ids(events: list[Event]) -> list[int]:
@@ -294,6 +336,28 @@ class EngineContract:
         events = engine_under_test.run(engine_under_test.request("c", text=text, max_new=3, params=forced))["c"]
         assert ids(events) == [wanted] * 3
 
+    def test_additive_penalties_do_not_count_the_prompt(self, engine_under_test: EngineUnderTest) -> None:
+        """A bias of 100 keeps a token ahead of all others, unless the 60 in the prompt cost it 2 each."""
+        if not engine_under_test.penalises:
+            pytest.skip("this engine's tokens obey no penalty")
+        wanted = engine_under_test.engine.tokenize("z", add_special=False)[-1]
+        params = SamplingParams(
+            temperature=0.0, logit_bias={wanted: 100.0}, frequency_penalty=2.0, presence_penalty=2.0
+        )
+        events = engine_under_test.run(EngineRequest("r", [wanted] * 60, 8, seed=1, params=params))["r"]
+        assert ids(events) == [wanted] * 8
+
+    def test_additive_penalties_count_what_was_generated(self, engine_under_test: EngineUnderTest) -> None:
+        if not engine_under_test.penalises:
+            pytest.skip("this engine's tokens obey no penalty")
+        wanted = engine_under_test.engine.tokenize("z", add_special=False)[-1]
+        bias, penalty = {wanted: 40.0}, 2.0
+        params = SamplingParams(temperature=0.0, logit_bias=bias, frequency_penalty=penalty)
+        request = engine_under_test.request("r", text=engine_under_test.obedient_prompt, max_new=48, params=params)
+        found = ids(engine_under_test.run(request)["r"])
+        assert found[0] == wanted
+        assert found.count(wanted) < len(found), "its lead of 40 is used up after some 20 of them"
+
     # Logprobs
 
     def test_no_logprobs_unless_asked(self, engine_under_test: EngineUnderTest) -> None:
@@ -390,6 +454,12 @@ class EngineContract:
         requests = [engine_under_test.request(str(n), max_new=12, params=params, seed=n) for n in (6, 7)]
         assert ids(engine_under_test.run(*requests)["7"]) == alone
 
+    def test_a_hundred_over_eight_lanes(self, engine_under_test: EngineUnderTest) -> None:
+        assert engine_under_test.card.lanes == 8
+        requests = [engine_under_test.request(f"r{n}", max_new=1 + n % 3, seed=n) for n in range(100)]
+        events = engine_under_test.run(*requests)
+        assert [len(tokens(of)) for of in events.values()] == [request.max_new for request in requests]
+
     def test_more_than_there_are_lanes_all_finish(self, engine_under_test: EngineUnderTest) -> None:
         lanes = engine_under_test.card.lanes
         requests = [engine_under_test.request(f"r{n}", max_new=3) for n in range(2 * lanes + 1)]
@@ -441,7 +511,138 @@ class EngineContract:
             first = engine_under_test.run(scored)["s"][0]
             assert first == Started("s", 0), "each of its tokens is to be scored"
 
+    # Held to a constraint
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_schema_is_obeyed(self, engine_under_test: EngineUnderTest, temperature: float) -> None:
+        params = SamplingParams(temperature=temperature)
+        events = engine_under_test.run(engine_under_test.held_to("r", TREE, params=params))["r"]
+        value = json.loads(text(events))
+        assert value["v"] in range(100) and all(kid["v"] in range(100) for kid in value["kids"])
+        assert finished(events) == ("stop", None)
+        assert [token.complete for token in tokens(events)] == [False] * (len(tokens(events)) - 1) + [True]
+        assert not any(token.end for token in tokens(events)), "it is complete without an end token"
+
+    def test_a_text_that_may_go_on_ends_with_an_end_token(self, engine_under_test: EngineUnderTest) -> None:
+        end = engine_under_test.card.end_ids[0]
+        params = SamplingParams(temperature=0.0, logit_bias={end: 100.0})
+        constraint = Constraint("regex", "[a-z]{2,}")
+        events = engine_under_test.run(engine_under_test.held_to("r", constraint, params=params))["r"]
+        assert finished(events) == ("stop", None) and tokens(events)[-1].end and not tokens(events)[-1].complete
+        assert re.fullmatch(b"[a-z]{2,}", text(events)), "not before it may"
+
+    def test_a_text_that_is_complete_at_the_limit_is_a_stop(self, engine_under_test: EngineUnderTest) -> None:
+        constraint = of_choices(["xylophone"])
+        count = len(tokens(engine_under_test.run(engine_under_test.held_to("a", constraint))["a"]))
+        events = engine_under_test.run(engine_under_test.held_to("b", constraint, max_new=count))["b"]
+        assert text(events) == b"xylophone" and finished(events) == ("stop", None) and tokens(events)[-1].complete
+        events = engine_under_test.run(engine_under_test.held_to("c", constraint, max_new=count - 1))["c"]
+        assert finished(events) == ("length", None) and not tokens(events)[-1].complete
+
+    def test_logprobs_are_from_before_the_mask(self, engine_under_test: EngineUnderTest) -> None:
+        events = engine_under_test.run(engine_under_test.held_to("r", of_choices(["qqq"]), logprobs=2))["r"]
+        first = tokens(events)[0]
+        assert first.logprob is not None and first.logprob[0] < -1.0, "nothing of it was likely"
+        check_logprob(first.logprob, first.token, 2, engine_under_test.card.vocab_size)
+
+    @pytest.mark.parametrize("cut", [1, 3, 100])
+    def test_a_resume_goes_on_in_its_grammar(self, engine_under_test: EngineUnderTest, cut: int) -> None:
+        whole = tokens(engine_under_test.run(engine_under_test.held_to("a", TREE))["a"])
+        before = whole[:cut]
+        generated = [token.token for token in before]
+        events = engine_under_test.run(engine_under_test.held_to("b", TREE, generated=generated))["b"]
+        json.loads(b"".join(token.piece for token in before) + text(events))
+        assert finished(events) == ("stop", None)
+        assert len(before) < len(whole) or not tokens(events), "it was complete already"
+
+    def test_what_does_not_follow_the_grammar_cannot_go_on(self, engine_under_test: EngineUnderTest) -> None:
+        wrong = engine_under_test.engine.tokenize("zz", add_special=False)
+        with pytest.raises(LogLost):
+            engine_under_test.engine.add(engine_under_test.held_to("r", TREE, generated=wrong))
+
+    def test_each_has_a_grammar_of_its_own(self, engine_under_test: EngineUnderTest) -> None:
+        """FB-057: one that finishes stops nobody else, and who is free stays free."""
+        texts = {"a": of_choices(["x"]), "b": Constraint("regex", "[0-9]{5}"), "c": Constraint("regex", "[A-F ]{24}")}
+        held = [engine_under_test.held_to(name, constraint) for name, constraint in texts.items()]
+        events = engine_under_test.run(*held, engine_under_test.request("free", max_new=24))
+        assert text(events["a"]) == b"x"
+        assert re.fullmatch(b"[0-9]{5}", text(events["b"])) and re.fullmatch(b"[A-F ]{24}", text(events["c"]))
+        assert len(tokens(events["free"])) == 24 and finished(events["free"]) == ("length", None)
+
+    def test_one_that_cannot_go_on_fails_alone(self, engine_under_test: EngineUnderTest) -> None:
+        """A schema that asks for itself again has no end; the depth of a text has one."""
+        endless = of_schema({"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]})
+        bias = dict.fromkeys(engine_under_test.blanks, -99.0)
+        params = SamplingParams(temperature=0.0, logit_bias=bias)
+        events = engine_under_test.run(
+            engine_under_test.held_to("r", endless, params=params, max_new=500),
+            engine_under_test.request("free", max_new=24),
+        )
+        assert isinstance(last := events["r"][-1], Failed) and isinstance(last.error, StructuredOutputFailed)
+        assert finished(events["free"]) == ("length", None)
+
+    # Memory for tokens
+
+    def test_who_outgrows_the_memory_goes_on_later(self, engine_under_test: EngineUnderTest) -> None:
+        """Two that fit at first and do not in the end: one is set aside, both finish, and nobody starts twice."""
+        if engine_under_test.make_small is None:
+            pytest.skip("this engine needs no memory for tokens")
+        engine, _card = engine_under_test.make_small()
+        try:
+            cells = engine.stats().cells
+            filler = engine.tokenize(engine_under_test.prompt * 40, add_special=False)
+            events: dict[str, list[Event]] = {}
+            for name in ("old", "young"):
+                prompt = [*engine.tokenize(name), *filler][: cells * 2 // 5]
+                params = SamplingParams(temperature=0.0, ignore_eos=True)
+                engine.add(EngineRequest(name, prompt, cells // 4, seed=1, params=params))
+                events[name] = []
+            side_by_side = set_aside = False
+            deadline = time.monotonic() + DEADLINE_S
+            while not all(over(of) for of in events.values()):
+                assert time.monotonic() < deadline
+                for event in engine.step():
+                    events[event.id].append(event)
+                side_by_side |= all(tokens(of) for of in events.values()) and engine.stats().running == 2
+                set_aside |= side_by_side and engine.stats().waiting == 1
+                assert engine.stats().cells_used <= cells
+            assert side_by_side and set_aside
+            for of in events.values():
+                check_order(of)
+                assert len(tokens(of)) == cells // 4
+                assert [type(event) for event in of].count(Started) == 1
+        finally:
+            engine.close()
+
+    def test_a_long_limit_keeps_nobody_out(self, engine_under_test: EngineUnderTest) -> None:
+        """Memory is taken for what was generated, not for what may be: two with the whole context run side by side."""
+        engine, card = engine_under_test.engine, engine_under_test.card
+        events: dict[str, list[Event]] = {"a": [], "b": []}
+        for name in events:
+            request = engine_under_test.request(name)
+            engine.add(replace(request, max_new=card.context - len(request.prompt)))
+        engine_under_test.step_until(lambda: all(len(tokens(of)) >= 3 for of in events.values()), events)
+        assert engine.stats().running == 2
+        for name in events:
+            engine.cancel(name)
+
     # Cancelling
+
+    def test_cancel_in_the_middle_of_a_prefill(self, engine_under_test: EngineUnderTest) -> None:
+        engine = engine_under_test.engine
+        long = engine_under_test.prompt + "\n " * 700
+        engine.add(engine_under_test.request("stays", max_new=6))
+        events: dict[str, list[Event]] = {"stays": []}
+        engine_under_test.step_until(lambda: len(tokens(events["stays"])) >= 1, events)
+        engine.add(engine_under_test.request("gone", text=long, max_new=60))
+        for event in engine.step():
+            if event.id == "stays":
+                events["stays"].append(event)
+        engine.cancel("gone")
+        assert engine.stats().running <= 1
+        engine_under_test.step_until(lambda: over(events["stays"]), events)
+        assert len(tokens(events["stays"])) == 6
+        assert len(tokens(engine_under_test.run(engine_under_test.request("gone", text=long, max_new=2))["gone"])) == 2
 
     def test_cancel_frees_the_lane_and_nothing_follows(self, engine_under_test: EngineUnderTest) -> None:
         engine = engine_under_test.engine

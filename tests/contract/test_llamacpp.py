@@ -15,9 +15,8 @@ from workers.engines import make as make_engine  # noqa: E402
 from workers.engines.base import Engine  # noqa: E402
 
 
-def make() -> tuple[Engine, ModelCard]:
-    settings = Settings(lanes=4, context_cells=2048)
-    engine = make_engine("llamacpp", None, settings)
+def started(**settings: int) -> tuple[Engine, ModelCard]:
+    engine = make_engine("llamacpp", None, Settings(**settings))  # type: ignore[arg-type]
     return engine, engine.load(lambda part, what: None)
 
 
@@ -25,7 +24,8 @@ def make() -> tuple[Engine, ModelCard]:
 def engine_under_test() -> Iterator[EngineUnderTest]:
     story = "Once upon a time, there was a little girl who lived in a village near the forest."
     under_test = EngineUnderTest(
-        make=make,
+        make=lambda: started(lanes=8, context_cells=2048),
+        make_small=lambda: started(lanes=4, context_cells=300),
         prompt=story,
         ending_prompt=story,
         obedient_prompt=story,

@@ -15,7 +15,7 @@ from workers.engines.scripted import ScriptedEngine  # noqa: E402
 
 
 def make() -> tuple[Engine, ModelCard]:
-    engine = ScriptedEngine(lanes=4)
+    engine = ScriptedEngine(lanes=8)
     return engine, engine.load(lambda part, what: None)
 
 
@@ -27,6 +27,7 @@ def engine_under_test() -> Iterator[EngineUnderTest]:
         ending_prompt="five words and an end",
         obedient_prompt='{"prefer": ["\\n", " "]}',
         special="<|300|>",
+        penalises=False,
         failing_prompt='{"pieces": ["a", "b", "c"], "error_after": 2}',
     )
     with loaded(under_test):

@@ -60,7 +60,7 @@ def say(line: str) -> None:
 
 def main(kinds: list[str]) -> None:
     drain = float(os.environ.get("STUB_DRAIN_S", "5"))
-    hooks = {"on_worker_exit": lambda name, pid: say(f"dead {name} {pid}")}
+    hooks = {"on_worker_exit": lambda name, pid, how: say(f"dead {name} {pid}")}
     programs = [program(kind) for kind in kinds]
     with Supervisor(programs, say=say, hear=lambda n, line: say(f"{n}: {line}"), drain_s=drain, **hooks) as supervisor:
         supervisor.run()

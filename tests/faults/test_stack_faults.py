@@ -16,7 +16,7 @@ from tests.conftest import script, wait_for
 from tests.contract.schemas import check_error
 from tests.faults.processes import alive
 from tests.integration.test_http_completions import whole
-from tests.stack import ROOT, Stack, Stream, endless
+from tests.stack import ROOT, Stack, Stream, endless, free_port
 
 #: Everything is gone this soon after a kill -9 of `up`, s.
 GONE_S = 5.0
@@ -89,7 +89,7 @@ def one_end(stream: Stream, want: str) -> str | None:
 @pytest.mark.parametrize("reaped", [True, False])
 def test_kill_9_of_up_leaves_nothing(start: Start, reaped: bool) -> None:
     stack = start(api_workers=2)
-    wait_for(lambda: len(stack.processes()) == 6)  # the second API process may still be coming up
+    wait_for(lambda: len(stack.processes()) == 7)  # the second API process may still be coming up
     with stack.open(endless(delay_ms=30)) as stream:
         stream.goes_on()
         with ThreadPoolExecutor(1) as threads:
@@ -105,27 +105,26 @@ def test_kill_9_of_up_leaves_nothing(start: Start, reaped: bool) -> None:
 
 
 def test_a_killed_worker_is_started_again(wounded: Stack) -> None:
+    """What it ran waits for it, and goes on."""
     [worker] = wounded.workers()
     with wounded.open(script(*WORDS, delay_ms=100)) as stream, ThreadPoolExecutor(1) as threads:
         stream.goes_on(3)
-        plain = threads.submit(wounded.complete, endless(delay_ms=30))
+        plain = threads.submit(wounded.complete, script(*WORDS, delay_ms=90))
         wait_for(lambda: wounded.busy() == 2)
         kill(worker)
-        stream.read(timeout=30)
-        assert one_end(stream, "".join(WORDS)) == "worker_lost"
+        stream.read(timeout=40)
+        assert one_end(stream, "".join(WORDS)) is None
         assert stream.same_connection() == 200
-        answer = plain.result(30)
-        assert (answer.status, answer.error["code"]) == (503, "worker_lost")
-        assert answer.headers["x-should-retry"] == "true" and int(answer.headers["retry-after"]) >= 1
+        assert plain.result(40).text == "".join(WORDS)
     serves_again(wounded)
     assert worker not in wounded.workers() and len(wounded.workers()) == 1
 
 
-def test_a_worker_that_kills_itself(wounded: Stack) -> None:
-    """An engine that crashes takes its own request along, and no later one."""
+def test_a_request_that_kills_its_worker_at_the_same_token_each_time(wounded: Stack) -> None:
+    """No attempt gets beyond what the first one has sent."""
     with wounded.open(script("a", "b", "c", "d", delay_ms=100, fatal_after=3)) as stream:
-        stream.read(timeout=30)
-        assert one_end(stream, "abcd") == "worker_lost" and stream.text == "abc"
+        stream.read(timeout=60)
+        assert one_end(stream, "abcd") == "poison_request" and stream.text == "abc"
     serves_again(wounded)
 
 
@@ -160,15 +159,14 @@ def test_a_killed_store_is_started_again(wounded: Stack) -> None:
         stream.goes_on(5)
         kill(store)
         stream.read(timeout=60)
-        code = one_end(stream, "".join(WORDS))
-        assert code in (None, "log_lost", "job_lost", "store_unavailable", "worker_lost"), code
+        assert one_end(stream, "".join(WORDS)) is None
     serves_again(wounded)
     assert store not in wounded.stores() and len(wounded.stores()) == 1
 
 
 def test_a_second_up_on_the_same_folder_is_refused(wounded: Stack) -> None:
     command = [*wounded.command]
-    command[command.index("--port") + 1] = str(wounded.port + 1 if wounded.port < 65000 else wounded.port - 1)
+    command[command.index("--port") + 1] = str(free_port())
     second = subprocess.run(command, cwd=ROOT, env=wounded.env, capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
     assert f"pid {wounded.process.pid}" in second.stderr and "SLUICE_DATA_DIR" in second.stderr
@@ -195,7 +193,7 @@ def test_sigterm_lets_running_streams_finish(start: Start, tmp_path: Path) -> No
         for line in stack.log().splitlines()
         if "ended with exit status 0" in line
     ]
-    assert len(ends) == 3 and ends[-1] == "store", ends
+    assert len(ends) == 4 and ends[-1] == "store", ends
     assert not stack.processes()
 
 

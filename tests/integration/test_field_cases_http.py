@@ -1,8 +1,8 @@
 """Field cases of HTTP and JSON, most of them over bare sockets, on the whole product.
 
-FB-014, FB-039 and FB-040 are in test_field_cases.py. Not applicable yet: FB-106, and of FB-036 and FB-037 what concerns
-keys (there are no API keys), FB-105 through nginx (its configuration does not come with the product yet), and of
-FB-101 and FB-102 what concerns schemas, batch lines and file names.
+FB-014, FB-039 and FB-040 are in test_field_cases.py; FB-106, and what of FB-036 and FB-037 concerns keys, is in
+tests/unit/test_api_keys.py. Not applicable yet: FB-105 through nginx (its configuration does not come with the product yet), and of
+FB-101 what concerns schemas. What concerns batch lines and file names is in test_field_cases_batches.py.
 """
 
 from __future__ import annotations

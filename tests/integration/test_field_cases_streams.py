@@ -1,7 +1,7 @@
 """Field cases of streaming, from outside, on the whole product.
 
-FB-004, FB-005 and FB-007 are in test_field_cases.py. Not applicable yet: FB-100 (there is no WebSocket) and the part of
-FB-095 with nginx in between (its configuration does not come with the product yet).
+FB-004, FB-005 and FB-007 are in test_field_cases.py, FB-100 is in test_websocket.py. Not applicable yet: the part of FB-095
+with nginx in between (its configuration does not come with the product yet).
 """
 
 from __future__ import annotations

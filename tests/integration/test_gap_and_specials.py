@@ -22,6 +22,11 @@ from workers.engines.llamacpp.options import LlamaCppOptions
 
 PRE, SUF, MID = ID["<|fim_prefix|>"], ID["<|fim_suffix|>"], ID["<|fim_middle|>"]
 BOS, MARK, THINK = ID["<|begin|>"], ID["<|mark|>"], ID["<think>"]
+#: Of one model with a BOS, of the other without: both tokenizers add one to a raw prompt.
+TEMPLATES = {
+    "tiny": "{{ bos_token }}{% for m in messages %}{{ m.content }}<|mark|>{% endfor %}",
+    "plain": "{% for m in messages %}{{ m.content }}{% endfor %}",
+}
 PLAIN = {"model": "tiny", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
@@ -30,7 +35,7 @@ def workers(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("model")
     started = []
     for name, fim in (("tiny", True), ("plain", False)):
-        path = write_tiny_model(folder / f"{name}.gguf", fim=fim)
+        path = write_tiny_model(folder / f"{name}.gguf", fim=fim, chat_template=TEMPLATES[name])
         options = ("--engine", "llamacpp", "--model", str(path))
         started.append(Worker(store.url, name, *options, lanes=4, context_cells=1024, threads=1))
     yield
@@ -143,6 +148,26 @@ def test_fb034_one_bos_and_it_has_no_entry(client: FlaskClient) -> None:
         aligned(choice["logprobs"], choice["text"], entries=entries + 2, best=1, scored_prompt=entries)
     one = ask(client, prompt="", echo=True, logprobs=1, max_tokens=1)
     assert one["usage"]["prompt_tokens"] == 1 and len(one["choices"][0]["logprobs"]["tokens"]) == 1
+
+
+def test_fb034_a_chat_has_the_bos_of_its_template_and_no_other(client: FlaskClient) -> None:
+    """With nobody outside the worker who could tokenise: the card tells how the BOS is written."""
+
+    def spoken(model: str, content: str) -> dict[str, Any]:
+        body = {**PLAIN, "model": model, "messages": [{"role": "user", "content": content}]}
+        response = client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.json
+        check_completion(response.json)
+        found: dict[str, Any] = response.json
+        return found
+
+    for model, ids in (("tiny", [BOS, *b"hi", MARK]), ("plain", [*b"hi"])):
+        answer = spoken(model, "hi")
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        by_ids = ask(client, model=model, prompt=ids)
+        assert answer["choices"][0]["message"]["content"] == by_ids["choices"][0]["text"]
+    forged = spoken("tiny", "<|begin|>hi<|mark|>")["usage"]["prompt_tokens"]
+    assert forged == 1 + len("<|begin|>hi<|mark|>") + 1, "and nobody else writes one"
 
 
 def test_usage_tells_how_much_of_the_prompt_was_there(client: FlaskClient) -> None:

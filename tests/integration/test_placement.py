@@ -50,7 +50,7 @@ def test_fanout_publishes_what_the_log_has(store: Store, start_worker: Start, no
     def heard_all() -> bool:
         message = listener.get_message(timeout=0.1)
         if message is not None and message["type"] == "message":
-            heard.extend(frames.decode_message(message["data"])[stream.job.id][1])
+            heard.extend(frames.decode_told(frames.decode_message(message["data"])[stream.job.id])[1])
         return len(heard) >= len(stream.frames)
 
     wait_for(heard_all)

@@ -41,13 +41,14 @@ def test_the_curl_line_gives_what_is_shown(stack: Stack) -> None:
         assert event.keys() == line.keys()
 
 
-def test_the_client_example_prints_what_is_shown(stack: Stack, tmp_path: Path) -> None:
-    match = re.search(r"```python\n(.*?)```\n\nwhich prints\n\n(.*?)\n\nWith", README, re.DOTALL)
-    assert match is not None
+EXAMPLES = re.findall(r"```python\n(.*?)```\n\nwhich prints\n\n((?: {4}[^\n]*\n|\n)+)", README, re.DOTALL)
+
+
+@pytest.mark.parametrize(("code", "shown"), EXAMPLES, ids=["completion", "chat"])
+def test_the_client_examples_print_what_is_shown(stack: Stack, tmp_path: Path, code: str, shown: str) -> None:
     example = tmp_path / "example.py"
-    example.write_text(match[1].replace("127.0.0.1:8000", f"127.0.0.1:{stack.port}"))
+    example.write_text(code.replace("127.0.0.1:8000", f"127.0.0.1:{stack.port}"))
     done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=60, check=True)
-    shown = "\n".join(line.removeprefix("    ") for line in match[2].splitlines())
     assert done.stdout.split() == shown.split()
 
 
@@ -63,3 +64,8 @@ def test_every_path_that_is_named_exists() -> None:
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`\./(scripts/\w+)", README):
         assert (ROOT / name).exists(), name
+
+
+def test_every_page_of_docs_is_named() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in README

@@ -31,6 +31,7 @@ class FakeSubscription:
         self._items: queue.Queue[Any] = queue.Queue()
         self._last = Name(5, 0)
         self.closed = False
+        self.pushed = True
 
     def push(self, item: Frame | list[Frame] | Exception) -> None:
         if isinstance(item, Exception):
@@ -69,6 +70,7 @@ class FakeStore:
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
         self.jobs: list[Job] = []
+        self.placements: list[Placement] = []
         self.detached: list[str] = []
         self.open_subscriptions: dict[str, FakeSubscription] = {}
         self.places: list[tuple[int, float | None] | None] = []
@@ -82,15 +84,20 @@ class FakeStore:
         self.open_subscriptions[job_id] = FakeSubscription()
         return self.open_subscriptions[job_id]
 
+    def following(self) -> set[str]:
+        return {job_id for job_id, subscription in self.open_subscriptions.items() if not subscription.closed}
+
     def stop(self) -> None:
         self.calls.append("stop")
 
     # gateway
-    def submit(self, job: Job, placement: Placement = Placement()) -> None:  # noqa: B008 - frozen
+    def submit(self, job: Job, placement: Placement = Placement(), *, followed: bool = True) -> str:  # noqa: B008
         self.calls.append("submit")
         self.jobs.append(job)
+        self.placements.append(placement)
         for item in self.script(job) if self.script else ():
             self.open_subscriptions[job.id].push(item)
+        return job.id
 
     def detach(self, job_id: str) -> None:
         self.detached.append(job_id)

@@ -32,9 +32,9 @@ class TimedStore(FakeStore):
         self.detach_times: list[float] = []
         self.watcher: Watcher | None = None
 
-    def submit(self, job: Job, *_: Any) -> None:
-        super().submit(job)
+    def submit(self, job: Job, *_: Any, **__: Any) -> str:
         gevent.spawn(self._tell, job)
+        return super().submit(job)
 
     def _tell(self, job: Job) -> None:
         subscription, prompt = self.open_subscriptions[job.id], str(job.prompts[0])

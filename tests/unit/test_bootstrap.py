@@ -112,7 +112,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the requirement files, where no `uv` is found."""
     root = tmp_path / ("Auscheckung mit Ä " + "y" * 120)
     root.mkdir()
-    for name in bootstrap.TEST:
+    for name in (*bootstrap.TEST, bootstrap.HARNESS):
         shutil.copy(ROOT / name, root)
     monkeypatch.setattr(bootstrap, "ROOT", root)
     monkeypatch.setattr(shutil, "which", tools())
@@ -133,6 +133,100 @@ def test_an_environment_is_installed_once_and_again_when_the_pins_change(checkou
     bootstrap.prepare(venv, bootstrap.RUN)
     # the tools stay in step with what they stand on
     assert installs.calls[2:] == [["requirements.txt", "requirements-dev.txt"]]
+
+
+def test_what_the_harness_needs_is_installed_for_tests_alone_and_once(
+    checkout: Path, installs: Installs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Path] = []
+
+    def comes(python: Path) -> bool:
+        tried.append(python)
+        return len(tried) > 1  # out of reach the first time
+
+    monkeypatch.setattr(bootstrap, "_install_harness", comes)
+    venv = checkout / ".venv"
+    bootstrap.prepare(venv, bootstrap.RUN)
+    assert not tried
+    bootstrap.prepare(venv, bootstrap.TEST, harness=True)  # which failed, but the tests run
+    for _ in range(2):
+        bootstrap.prepare(venv, bootstrap.TEST, harness=True)
+    assert tried == [venv / "bin" / "python"] * 2
+    # a change of other pins neither installs it again nor forgets it
+    (checkout / "requirements.txt").write_text("flask==3.1.3\n", encoding="utf-8")
+    bootstrap.prepare(venv, bootstrap.TEST, harness=True)
+    assert len(tried) == 2 and all(bootstrap.HARNESS not in call for call in installs.calls)
+    (checkout / bootstrap.HARNESS).write_text("torch==2.14.0+cpu\n", encoding="utf-8")
+    bootstrap.prepare(venv, bootstrap.TEST, harness=True)
+    assert len(tried) == 3
+
+
+class Commands:
+    """Stands for all programs: notes what is run and answers with an exit status and words.
+
+    `whole` and `torch` install; `pip` and `metadata` look into the environment. A list holds the answers in turn.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: list[tuple[int, str]]) -> None:
+        self.installing: list[list[str]] = []
+        self._answers = answers
+        monkeypatch.setattr(subprocess, "run", self)
+
+    def __call__(self, command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        if "install" in command:
+            self.installing.append(command)
+            kind = "torch" if "--index-url" in command else "whole"
+        else:
+            kind = "pip" if "import pip" in command else "metadata"
+        answers = self._answers.get(kind, [])
+        status, words = answers.pop(0) if answers else (0, "")
+        return subprocess.CompletedProcess(command, status, words, words)
+
+
+PYTHON = Path("/venv/bin/python")
+
+
+def test_torch_is_looked_for_as_pip_is_configured_then_at_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = Commands(monkeypatch, whole=[(1, "no matching distribution")])
+    assert bootstrap._install_harness(PYTHON)
+    first, torch, last = ran.installing
+    assert first == last and first[:4] == [str(PYTHON), "-m", "pip", "install"] and "--no-deps" in first
+    assert torch[-4:-1] == ["--no-deps", "--index-url", "https://download.pytorch.org/whl/cpu"]
+    assert torch[-1].startswith("torch==") and torch[-1].endswith("+cpu")
+
+
+def test_where_all_is_at_hand_no_other_index_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = Commands(monkeypatch)
+    assert bootstrap._install_harness(PYTHON)
+    assert len(ran.installing) == 1 and bootstrap.TORCH_INDEX not in ran.installing[0]
+
+
+def test_an_environment_of_uv_gets_torch_by_the_pip_that_is_there_or_by_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the environment's own Python, then the one that runs this, which has it the first time only
+    Commands(monkeypatch, pip=[(1, ""), (0, ""), (1, ""), (1, "")])
+    monkeypatch.setattr(shutil, "which", tools("uv"))
+    by_pip, by_uv = (bootstrap.harness_attempts(PYTHON)[0][0] for _ in "ab")
+    assert by_pip[:6] == [sys.executable, "-m", "pip", "--python", str(PYTHON), "install"]
+    assert by_uv[:5] == ["/usr/bin/uv", "pip", "install", "--python", str(PYTHON)]
+
+
+def test_tests_without_torch_are_one_line_of_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Commands(
+        monkeypatch, whole=[(1, "no such version")], torch=[(1, "WARNING: retrying\nERROR: no route to the index")]
+    )
+    assert not bootstrap._install_harness(PYTHON)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == 1 and warnings[0].endswith("ERROR: no route to the index")
+    assert len(ran.installing) == 2  # the rest is of no use without torch
+
+
+@pytest.mark.parametrize(("there", "installs"), [("2.14.1+cu130\n", 0), ("2.14.1\n", 0), ("2.12.0+cpu\n", 1), ("", 1)])
+def test_a_torch_for_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch, there: str, installs: int) -> None:
+    ran = Commands(monkeypatch, metadata=[(0, there)])
+    assert bootstrap._install_harness(PYTHON) is bool(installs)
+    assert len(ran.installing) == installs
 
 
 def test_an_environment_that_was_moved_or_lost_its_python_is_made_anew(checkout: Path, installs: Installs) -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.relay.builder import CompletionBuilder, Event
+from api.relay.builder import Event
+from api.relay.completion_builder import CompletionBuilder
 from api.schemas.stream_options import StreamOptions
 from shared.errors import WorkerLost
 from shared.frames import Delta, End, Error, Finish, Frame, Name, Start, Take
@@ -194,3 +195,30 @@ def test_usage_left_out_by_the_worker_is_counted() -> None:
         End({}),
     ]
     assert stream(frames)[-1]["usage"] == {**usage(4, 5), "prompt_tokens_details": {"cached_tokens": 2}}
+
+
+def test_what_a_request_has_used_so_far() -> None:
+    """0 while it waits, unknown until its worker has read the prompt, then what the frames say."""
+    builder, seen = build(a_job()), []
+    frames = told("a", "b", prompt_tokens=3)
+    for entry in [None, *entries(frames, list(range(len(frames))))]:
+        if entry is not None:
+            builder.feed(*entry)
+        seen.append(builder.tokens_used)
+    assert seen == [0, None, 3, 4, 5, 6, 6, 6]
+
+
+@given(requests(), st.lists(st.integers(0, 30)), st.integers(0, 30), st.booleans())
+def test_a_stream_is_the_same_without_the_whole_and_keeps_nothing(
+    request: tuple[Job, list[Frame], list[str]], cuts: list[int], kept: int, continuous: bool
+) -> None:
+    job, frames, _ = request
+    options = StreamOptions(None, continuous)
+    cut = entries(frames, cuts)
+    whole, builder = build(job, options), build(job, options)
+    events = run(builder, cut[:kept])
+    builder.only_streams()
+    assert [*events, *run(builder, cut[kept:])] == run(whole, cut)
+    assert builder.usage_so_far() == whole.usage_so_far()
+    for choice in builder.response()["choices"]:
+        assert choice["text"] == "" and (choice["logprobs"] is None or not choice["logprobs"]["tokens"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from shared.errors import EngineOverloaded
-from shared.frames import Delta, Finish, Name, Prompt, Start
+from shared.frames import Delta, End, Finish, Name, Prompt, Start
 from shared.jobs import Job
+from shared.structured import of_choices
 from workers.engines.base import Failed, Finished, PromptLogprobs, Started, Token
+from workers.generation.constraint import Grammar, Vocabulary
 from workers.lane import Lane, PromptIds
+from workers.past import Past
 
 
 def test_a_prompts_logprobs_come_before_all_its_choices() -> None:
@@ -61,3 +64,21 @@ def test_a_choice_that_fails_takes_its_siblings_out_of_the_engine() -> None:
     assert set(lane.open_requests()) == {"j/0", "j/2"}
     lane.on_event(0, Finished("j/0", "length"))
     assert set(lane.open_requests()) == {"j/2"}
+
+
+def test_a_text_that_was_complete_when_its_worker_died_has_its_end() -> None:
+    """The log ends behind the token that completed it: also at the limit, that is a stop."""
+    pieces = [bytes((byte,)) for byte in range(256)]
+    grammar = Grammar(
+        of_choices(["no", "yes"]),
+        Vocabulary(pieces, end_ids=(), control_ids=(), encode=lambda text: list(text.encode())),
+    )
+    job = Job(id="j", model="m", prompts=["x"], seed=1, created=0)
+    for ids, room, reason in ((b"no", 9, "stop"), (b"no", 2, "stop"), (b"n", 1, "length")):
+        past = Past.of([Start(1), Delta(0, list(ids), ids.decode())], choices=1, prompts=1)
+        lane = Lane(
+            job, Name(1, 3), [PromptIds([1], room)], past=past, grammar=grammar,
+            pieces=lambda request, tokens: [pieces[token] for token in tokens],
+        )  # fmt: skip
+        assert [frame for entry in lane.outbox for frame in entry] == [Finish(0, reason)]
+        assert isinstance(lane.terminal, End) and not lane.requests()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from api.relay.builder import CompletionBuilder
+from api.relay.completion_builder import CompletionBuilder
 from api.schemas.stream_options import StreamOptions
 from shared.frames import Frame, Name, Take, decode_entry, encode_entry
 from shared.jobs import Job
@@ -225,14 +225,14 @@ def wanted(request: Request, index: int, want: references.Expected) -> dict[str,
 
 
 #: No shrinking: an example is a whole request, and that would take minutes.
-@settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=150, phases=[Phase.explicit, Phase.generate])
 @given(st.data(), requests())
 def test_whatever_the_tokens_and_the_frames(data: st.DataObject, request: Request) -> None:
     said = frames_of(data.draw, request)
     check(request, *read_back(data.draw, request, said))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), requests(scoring=True))
 def test_scoring_alone(data: st.DataObject, request: Request) -> None:
     said = frames_of(data.draw, request)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from shared.sampling import SamplingParams
 from workers.engines.base import EngineRequest
+from workers.engines.cores import usable_cores
 from workers.engines.llamacpp import binding
 from workers.engines.llamacpp.carried import find_carried_model
 from workers.engines.llamacpp.cells import Cells, Hold
 from workers.engines.llamacpp.convert import fastest_form
 from workers.engines.llamacpp.lane import Lane
 from workers.engines.llamacpp.model import identity
-from workers.engines.llamacpp.options import usable_cores
 from workers.engines.llamacpp.prefixes import WORTH, FinishedSequences, Kept, common
 from workers.engines.llamacpp.schedule import shares
 from workers.engines.llamacpp.threads import ThreadChoice

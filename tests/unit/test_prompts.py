@@ -11,7 +11,7 @@ import pytest
 from shared.errors import ContextLengthExceeded, InvalidRequest
 from shared.frames import Name, Prompt, Start
 from shared.jobs import Job
-from shared.prompts import Ids, prompt_ids, room_for
+from shared.prompts import Ids, check_limit, prompt_ids, room_for
 from shared.tokenizer import JsonTokenizer
 from workers.engines.base import EngineRequest, PromptLogprobs, Started
 from workers.engines.scripted_tokenizer import tokenizer_json
@@ -113,6 +113,15 @@ def test_room() -> None:
         assert caught.value.param == param and "100" in caught.value.message and str(tokens) in caught.value.message
     with pytest.raises(InvalidRequest):
         room_for(job(""), 0, 100)
+
+
+def test_a_limit_that_fits_behind_no_prompt() -> None:
+    """FB-027: refused with or without the prompt's length."""
+    with pytest.raises(ContextLengthExceeded) as caught:
+        check_limit(job("x", max_tokens=100), 100)
+    assert caught.value.param == "max_tokens" and caught.value.message.count("100") == 2
+    for fits in ({"max_tokens": 99}, {"max_tokens": 100, "fit_max_tokens": True}, {}):
+        check_limit(job("x", **fits), 100)
 
 
 def test_hidden_tokens_count_and_have_no_logprobs() -> None:

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-FILES = ("requirements.txt", "requirements-gpu.txt", "requirements-dev.txt")
+FILES = ("requirements.txt", "requirements-gpu.txt", "requirements-dev.txt", "requirements-harness.txt")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 #: What the design names; the list is repeated here so that dropping a line is a decision.
@@ -108,16 +108,36 @@ def test_what_the_design_names_is_there() -> None:
 def test_a_package_has_the_same_pin_everywhere() -> None:
     pins: dict[str, set[str]] = {}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    # but torch: the newest with CUDA for a GPU, the newest CPU build for the harness
+    assert {str(named(name)["torch"].specifier) for name in FILES if "torch" in named(name)} == {
+        "==2.14.1",
+        "==2.13.0+cpu",
+    }
     places = [*FILES, *project["build-system"]["requires"]]
     for place in places:
         for name, wanted in (named(place) if place in FILES else {Requirement(place).name: Requirement(place)}).items():
-            pins.setdefault(name, set()).add(str(wanted.specifier))
+            if name != "torch":
+                pins.setdefault(name, set()).add(str(wanted.specifier))
     assert not {name: versions for name, versions in pins.items() if len(versions) > 1}
 
 
 def test_lines_that_only_a_worker_needs_are_marked() -> None:
     marked = {canonicalize_name(requirement(x).name) for x in lines("requirements.txt") if "  # worker: " in x}
     assert marked == WORKER_ONLY
+
+
+def test_the_harness_can_never_bring_cuda() -> None:
+    """It is installed with `--no-deps`: what torch and the others import at run time must be named."""
+    harness = named("requirements-harness.txt")
+    assert str(harness["torch"].specifier).endswith("+cpu")
+    assert not [name for name in harness if name.startswith(("nvidia", "cuda", "triton"))]
+    there = {*harness, *plain(), *named("requirements-dev.txt")}
+    for name in set(harness) - {"exllamav2"}:
+        try:
+            needed = [r for r in map(Requirement, metadata.requires(name) or ()) if applies(r)]
+        except metadata.PackageNotFoundError:
+            continue  # could not be installed here
+        assert {canonicalize_name(r.name) for r in needed} <= there, name
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -127,7 +127,7 @@ params_strategy = st.builds(
 ids_strategy = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     params_strategy,
     st.integers(0, 10_000),
@@ -164,7 +164,7 @@ def test_typical_keeps_what_is_closest_to_the_entropy(typical_p: float) -> None:
     assert set(ids.tolist()) == set(reference(params, row, [], [], None))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(params_strategy, st.integers(0, 1000), ids_strategy, ids_strategy)
 def test_state_is_a_function_of_the_ids(
     params: SamplingParams, seed: int, prompt: list[int], generated: list[int]
@@ -286,7 +286,7 @@ def test_logits_that_are_no_numbers_are_refused(bad: float, params: SamplingPara
         sampler(params).sample(np.zeros(VOCAB, np.float32), bitmask(set()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 1000), st.integers(0, 25), st.integers(0, VOCAB - 1))
 def test_raw_logprob(seed: int, top: int, token: int) -> None:
     row = logits_of(seed)

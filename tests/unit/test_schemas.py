@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.schemas.completions import CompletionCall, CompletionRequest
+from api.schemas.completions import CompletionRequest
+from api.schemas.generation import Call
 from api.schemas.stream_options import StreamOptions
 from api.strict_json import parse
 from shared import jobs
@@ -22,7 +23,7 @@ WITH_BOS = ModelCard(id="b", engine="x", context=100, vocab_size=10, lanes=4, fi
 NEVER_ADDS = ModelCard(id="b", engine="x", context=100, vocab_size=10, lanes=4, fingerprint="fp", bos_id=1)
 
 
-def call(body: dict[str, Any], card: ModelCard = CARD, **settings: Any) -> CompletionCall:
+def call(body: dict[str, Any], card: ModelCard = CARD, **settings: Any) -> Call:
     return CompletionRequest.read(body).to_call(card, Settings(**settings), created=7)
 
 
@@ -81,10 +82,24 @@ def test_wrong_values_name_their_field(field: str, value: Any) -> None:
     assert "pydantic" not in error.message and error.message.isprintable() and len(error.message) < 400
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("top_k", 10**7, "top_k must be at most 1000000."),
+        ("seed", 2**63, "seed must be at most 9223372036854775807."),
+        ("seed", -(2**63) - 1, "seed must be at least -9223372036854775808."),
+        ("min_tokens", 2**31, "min_tokens must be at most 2147483647."),
+        ("repetition_penalty", 0, "repetition_penalty must be at least 0.01."),
+        ("temperature", 3, "temperature must be at most 2."),
+        ("service_tier", "gold", "service_tier must be 'auto', 'default', 'flex' or 'priority'."),
+    ],
+)
+def test_what_would_be_right_is_said_so_that_it_can_be_sent(field: str, value: Any, said: str) -> None:
+    assert refused({field: value}).message == said
+
+
 NOT_BUILT = [
-    ("suffix", "x"), ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}),
-    ("regex", "a+"), ("grammar", "x"), ("choice", ["a"]), ("background", True), ("dry_multiplier", 0.8),
+    ("suffix", "x"), ("webhook_url", "https://x"), ("dry_multiplier", 0.8),
     ("xtc_probability", 0.1), ("mirostat_tau", 5), ("token_healing", True), ("banned_strings", ["a"]),
 ]  # fmt: skip
 
@@ -106,17 +121,18 @@ THINKING_OFF = [
 @pytest.mark.parametrize(("field", "value"), THINKING_OFF, ids=ascii)
 def test_every_spelling_of_thinking_off(field: str, value: Any) -> None:
     """FB-061, FB-063: an explicit off wins over any on, and is not served together with a suffix."""
-    switched = call({"prompt": "x", field: value})
-    assert (switched.thinking_off, switched.job.prompts, switched.job.tail) == (field, ["x"], "")
+    made = job(**{field: value})
+    assert (made.prompts, made.tail) == (["x"], "")
+    assert CompletionRequest.read({field: value}).thinking_switch() == (False, field)
     for on in ({"enable_thinking": True}, {"reasoning_effort": "high"}, {"thinking": {"type": "enabled"}}):
         if field not in on:
-            assert call({"prompt": "x", field: value, **on}).thinking_off == field
+            assert CompletionRequest.read({field: value, **on}).thinking_switch() == (False, field)
     assert refused({field: value, "suffix": "y"}).param == field
 
 
 @pytest.mark.parametrize("on", [{}, {"enable_thinking": True}, {"reasoning_effort": "low"}, {"thinking": {}}])
 def test_thinking_that_is_not_off(on: dict[str, Any]) -> None:
-    assert call({"prompt": "x", **on}).thinking_off is None
+    assert CompletionRequest.read(on).thinking_switch()[0] is not False
 
 
 def test_a_request_brings_no_template_and_no_misspelt_switch() -> None:
@@ -203,17 +219,18 @@ def test_all_remaining_context(value: int | None) -> None:
 
 
 def test_max_tokens_beyond_the_context() -> None:
-    """FB-027: never cut silently."""
+    """FB-027: never cut silently; refused where the prompts are counted (test_prompts, test_tokens)."""
     assert job(max_tokens=99).max_tokens == 99
-    for value in (100, 100_000_000, 10**300):
+    for value in (10**300, 10**5000):
         error = refused({"max_tokens": value})
-        assert isinstance(error, ContextLengthExceeded) and error.param == "max_tokens"
-        assert "context" in error.message and "100 tokens" in error.message and len(error.message) < 200
-    assert "100000000" in refused({"max_tokens": 100_000_000}).message
+        assert isinstance(error, ContextLengthExceeded) and error.param == "max_tokens" and len(error.message) < 200
+        assert "100 tokens" in error.message
+    for value in (100, 100_000_000):
+        assert (job(max_tokens=value).max_tokens, job(max_tokens=value).fit_max_tokens) == (value, False)
     fitted = call({"prompt": "x", "max_tokens": 10**300, "fit_max_tokens": True})
     assert (fitted.job.max_tokens, fitted.job.fit_max_tokens, fitted.fit_from) == (99, True, 10**300)
     assert job(settings={"fit_max_tokens": True}, max_tokens=500).max_tokens == 99
-    refused({"max_tokens": 500, "fit_max_tokens": False}, fit_max_tokens=True)
+    assert job(settings={"fit_max_tokens": True}, max_tokens=500, fit_max_tokens=False).max_tokens == 500
 
 
 def test_default_max_tokens_caps_the_absent_case_only() -> None:
@@ -272,6 +289,8 @@ def test_every_form_of_prompt_reaches_the_job() -> None:
         assert job(prompt=prompt).prompts == prompts
     for prompt in ([], [1, "a"], [[1], "a"], [[]], [True], [1.0], [-1], [[-1]], [9223372036854775808], {"a": 1}):
         assert refused({"prompt": prompt}).param == "prompt"
+    for mixed in (["a", [1]], [[1], "a"], [None, [1]], [[1], None], [1, [2]]):
+        assert "mixes" in refused({"prompt": mixed}).message
 
 
 def test_how_a_request_is_placed() -> None:

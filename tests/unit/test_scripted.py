@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -380,21 +382,27 @@ def test_prefer_obeys_bias_and_bans() -> None:
     assert ids(run({"prefer_ids": [300, 97]}, params=SamplingParams(stop_token_ids=(300,), min_tokens=1))) == [97, 300]
 
 
+def mask_of(*allowed: int) -> npt.NDArray[np.uint32]:
+    bits = np.zeros(VOCAB_SIZE, np.bool_)
+    bits[list(allowed)] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
 def test_prefer_obeys_a_mask() -> None:
-    mask = [False] * VOCAB_SIZE
-    for token in b' "}':
-        mask[token] = True
-    assert highest_preferred([10, 32], SamplingParams(), 0, mask)[0] == 32
-    mask[32] = False
-    assert highest_preferred([10, 32], SamplingParams(), 0, mask)[0] == ord('"')
+    def best(allowed: bytes, *more: int, **params: Any) -> int:
+        return highest_preferred([10, 32], SamplingParams(**params), 0, mask_of(*allowed, *more))[0]
+
+    assert best(b' "}') == 32
+    assert best(b'"}') == ord('"')
     with pytest.raises(InvalidRequest):
-        highest_preferred([10, 32], SamplingParams(), 0, [False] * VOCAB_SIZE)
+        best(b"")
+    assert best(b"", END_ID, ignore_eos=True, min_tokens=5) == END_ID, "a text that is complete has to end"
 
 
 def test_fb059_ids_beyond_the_vocabulary_are_never_sampled() -> None:
     assert pieces(run({"prefer_ids": [65_599, 65_536, 97]}, max_new=3)) == [b"a"] * 3
     assert ids(run({"prefer_ids": [65_599]}, max_new=2)) == [0, 0]
-    assert highest_preferred([65_599, 97], SamplingParams(), 0, [True] * VOCAB_SIZE)[0] == 97
+    assert highest_preferred([65_599, 97], SamplingParams(), 0, mask_of(*range(VOCAB_SIZE)))[0] == 97
 
 
 # Tokens

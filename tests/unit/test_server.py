@@ -6,11 +6,13 @@ import contextlib
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,6 +234,29 @@ def test_chunked_bodies(api: Api) -> None:
     client.close()
 
 
+def test_chunks_of_one_byte_hold_up_nobody(api: Api) -> None:
+    """A body in 300,000 chunks takes the server seconds; the others are served meanwhile."""
+    client = api.connect()
+    client.settimeout(60)
+    body = b'{"prompt":"' + b"x" * 300_000 + b'","stop":7}'
+    raw = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    sender = threading.Thread(
+        target=client.sendall,
+        args=(request(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + raw,),
+    )
+    began, waits = time.monotonic(), []
+    sender.start()
+    while not select.select([client], [], [], 0)[0]:
+        asked = time.monotonic()
+        assert api.call("GET", "/health")[0] == 200
+        waits.append(time.monotonic() - asked)
+    assert b'"param":"stop"' in read_until(client, b'"}}')
+    took = time.monotonic() - began
+    sender.join()
+    client.close()
+    assert max(waits) < took / 4, (len(waits), max(waits), took)
+
+
 def test_a_body_that_ends_early(api: Api) -> None:
     client = api.connect()
     client.sendall(request(b'{"prompt":', length=100))
@@ -313,8 +338,9 @@ def test_without_a_store_it_says_so() -> None:
 
 def test_not_open_to_everyone_by_accident() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
-        check_exposure(Settings(host=host))
+        check_exposure(Settings(host=host), keys=False)
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
         with pytest.raises(Exposed, match=r"insecure|INSECURE"):
-            check_exposure(Settings(host=host))
-        check_exposure(Settings(host=host, insecure=True))
+            check_exposure(Settings(host=host), keys=False)
+        check_exposure(Settings(host=host, insecure=True), keys=False)
+        check_exposure(Settings(host=host), keys=True)

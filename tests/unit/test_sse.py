@@ -12,8 +12,9 @@ from flask.testing import FlaskClient
 
 from api.lifecycle import Lifecycle
 from api.relay import sse
-from api.relay.builder import CompletionBuilder
+from api.relay.completion_builder import CompletionBuilder
 from api.relay.exchange import Exchange
+from api.relay.grace import Graces
 from shared.errors import ContextLengthExceeded, JobLost, NoWorker, SluiceError, StoreUnavailable, WorkerLost
 from shared.frames import Delta, Error, Frame, Start, Take
 from shared.jobs import Job
@@ -161,7 +162,8 @@ def written(store: FakeStore, frames: list[Frame | None], clock: Clock, heartbea
     """The pieces of a stream whose frames come so; None = the wait passes without a frame."""
     exchange = Exchange(
         a_job(), CompletionBuilder(a_job(), fingerprint="f"),
-        hub=store, gateway=store, lifecycle=Lifecycle(), clock=clock,  # type: ignore[arg-type]
+        hub=store, gateway=store, lifecycle=Lifecycle(), graces=Graces(print), clock=clock,
+        holds=lambda constraint, text: True,  # type: ignore[arg-type]
     )  # fmt: skip
     subscription = store.open_subscriptions["cmpl-1"]
     real_get, plan = subscription.get, iter(frames)

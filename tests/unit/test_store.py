@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.connection import parse_url
 
 from scripts import store
-from scripts.store import DataFolder, FolderInUse, server_binary, server_command, wait_until_answering
-from shared import connection
+from scripts.store import DataFolder, FolderInUse, machine_memory, server_binary, server_command, wait_until_answering
+from shared import connection, sentinel
+from shared.settings import Settings
 from shared.store_rules import StoreRefused, check_store, judge, parse_version, without_password
 from tests.conftest import ROOT, wait_for
 
@@ -85,6 +87,45 @@ def test_a_store_out_of_reach_is_named_without_its_password(tmp_path: Path) -> N
     assert without_password(f"unix://{tmp_path}/s") == f"unix://{tmp_path}/s"
 
 
+def test_addresses_in_logs_have_no_passwords() -> None:
+    shown = without_password(
+        "redis+sentinel://u:p%40w@a:1,b:2/m/0?sentinel_password=s3&sentinel_username=x&password=s4"
+    )
+    assert shown == "redis+sentinel://u:***@a:1,b:2/m/0?sentinel_password=***&sentinel_username=x&password=***"
+    assert (
+        without_password("redis://:secret@h") == "redis://:***@h" and without_password("redis://u@h") == "redis://u@h"
+    )
+
+
+def test_a_watched_store_that_nobody_copies_gets_a_warning() -> None:
+    [warning] = judge(GOOD, "redis://store", watched=True)
+    assert "min-replicas-to-write" in warning
+    assert judge({**GOOD, "min_slaves_good_slaves": 0}, "redis://store", watched=True) == []
+
+
+def test_certificates_become_part_of_the_address(tmp_path: Path) -> None:
+    files = {"redis_ca": tmp_path / "ca.pem", "redis_cert": tmp_path / "c d.pem", "redis_key": tmp_path / "k.pem"}
+    settings = Settings(redis_url="rediss://h:1/2?ssl_ca_certs=/mine&ssl_check_hostname=false", **files)  # type: ignore[arg-type]
+    options = parse_url(settings.redis_url)
+    assert options["ssl_ca_certs"] == "/mine" and options["ssl_check_hostname"] is False and options["db"] == 2
+    assert (options["ssl_certfile"], options["ssl_keyfile"]) == (f"{tmp_path}/c d.pem", f"{tmp_path}/k.pem")
+    assert Settings(redis_url=settings.redis_url, **files).redis_url == settings.redis_url  # type: ignore[arg-type]
+    assert Settings(redis_url="redis://h", **files).redis_url == "redis://h"  # type: ignore[arg-type]
+
+
+def test_addresses_of_watched_stores() -> None:
+    watched = sentinel.parse("rediss+sentinel://u:p%40w@a,[::1]:5,c:7/main/3?sentinel_password=s&ssl_ca_certs=/ca")
+    assert watched.sentinels == [("a", 26379), ("::1", 5), ("c", 7)] and watched.name == "main"
+    assert (watched.username, watched.password) == (None, "s")
+    options = parse_url(watched.url)
+    assert (options["username"], options["password"], options["db"]) == ("u", "p@w", 3)
+    assert options["ssl_ca_certs"] == "/ca"
+    assert parse_url(sentinel.parse("redis+sentinel://a/m?db=4").url)["db"] == 4
+    for wrong in ("redis+sentinel://a", "redis+sentinel:///m", "redis+sentinel://a/m/x", "redis+sentinel://a,/m"):
+        with pytest.raises(StoreRefused, match="no store address"):
+            check_store(wrong)
+
+
 def test_versions() -> None:
     assert parse_version("7.2.4") == (7, 2)
     assert parse_version("255.255.255") == (255, 255)
@@ -115,6 +156,22 @@ class Running:
         self.client.close()
         self.process.terminate()
         self.process.wait(10)
+
+
+def test_our_own_store_has_a_bound(tmp_path: Path) -> None:
+    """Half of the machine's memory, or of its container's, if nothing else is said."""
+
+    def bound(max_mb: int | None) -> str:
+        command = server_command(Path("redis-server"), tmp_path / "socket", max_mb)
+        return command[command.index("--maxmemory") + 1]
+
+    limit = tmp_path / "memory.max"
+    assert bound(64) == "64mb"
+    assert bound(None) == f"{machine_memory() // 2_000_000}mb"
+    for text, expected in (("500000000\n", 500_000_000), ("max\n", machine_memory(tmp_path / "none"))):
+        limit.write_text(text)
+        assert machine_memory(limit) == expected
+    assert machine_memory(tmp_path / "none") > 500_000_000
 
 
 def test_our_own_store_keeps_its_data_and_opens_no_port(long_folder: Path) -> None:

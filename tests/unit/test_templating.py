@@ -70,11 +70,11 @@ def test_the_message_says_what_is_wrong(renderer: Renderer, template: str) -> No
 
 def test_a_child_that_died_is_replaced(renderer: Renderer) -> None:
     renderer.render("x", {})
-    child = renderer._idle.get()
+    child = renderer._children._idle.get()
     assert child is not None
     child._process.kill()
     child._process.wait()
-    renderer._idle.put(child)
+    renderer._children._idle.put(child)
     assert renderer.render("{{ 1 }}", {}) == "1"
 
 
@@ -126,7 +126,7 @@ import threading
 from api.templating import Renderer
 renderer = Renderer(limit=1.0)
 renderer.render("warm", {{}})
-child = renderer._idle.queue[-1]
+child = renderer._children._idle.queue[-1]
 threading.Thread(target=renderer.render, args=({SILENT_LOOP!r}, {{}}), daemon=True).start()
 print(child._process.pid, flush=True)
 threading.Event().wait()

@@ -10,7 +10,7 @@ import pytest
 
 from api.template_process import render
 from api.templating import TemplateFailed
-from api.thinking import PAUSE, PROBE, Tails, tail_of
+from api.thinking import PAUSE, PROBE, Shape, Shapes, tail_of
 from shared.no_thinking import missing
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -102,7 +102,7 @@ def test_the_tail_of_every_family(family: str) -> None:
     """FB-061, FB-062, FB-065: off adds the closed empty block; what a template without a switch has is no tail."""
     template, on_ends, tail = FAMILIES[family]
     assert render(template, chat(enable_thinking=True, thinking=True)).endswith(on_ends)
-    assert Tails(rendered).of(template) == tail
+    assert Shapes(rendered).of(template).tail == tail
 
 
 @pytest.mark.parametrize("family", [name for name, (_, _, tail) in FAMILIES.items() if tail])
@@ -156,11 +156,11 @@ def test_a_tail_is_found_once() -> None:
         assert [(one["enable_thinking"], one["thinking"]) for one in variables] == [(False, False), (True, True)]
         return rendered(template, variables)
 
-    tails = Tails(counted)
+    shapes = Shapes(counted)
     for _ in range(3):
-        assert tails.of(FAMILIES["qwen3"][0]) == EMPTY
-        assert tails.of(FAMILIES["no switch"][0], bos_token="<s>") is None
-        assert tails.of(None) is None and tails.of("") is None
+        assert shapes.of(FAMILIES["qwen3"][0]).tail == EMPTY
+        assert shapes.of(FAMILIES["no switch"][0], bos_token="<s>").tail is None
+        assert shapes.of(None) == shapes.of("") == Shape()
     assert len(calls) == 2
 
 
@@ -171,11 +171,11 @@ def test_a_template_that_fails_is_left_alone_for_a_while() -> None:
         calls[0] += 1
         raise TemplateFailed("no")
 
-    tails = Tails(fails, clock=lambda: now[0])
+    shapes = Shapes(fails, clock=lambda: now[0])
     for when, asked in ((0.0, 1), (1.0, 1), (PAUSE + 1, 2)):
         now[0] = when
         with pytest.raises(TemplateFailed):
-            tails.of("x")
+            shapes.of("x")
         assert calls[0] == asked
 
 

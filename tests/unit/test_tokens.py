@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -119,6 +121,18 @@ def test_what_is_wrong_is_named(client: FlaskClient, path: str, body: dict[str, 
     assert answer.json["error"]["param"] == param
 
 
+def test_a_switch_of_thinking_does_nothing_to_a_prompt_and_that_is_told(client: FlaskClient) -> None:
+    plain = client.post("/tokenize", json={"prompt": "abc"})
+    switched = client.post("/tokenize", json={"prompt": "abc", "enable_thinking": False, "foo": 1})
+    assert switched.json == plain.json and switched.headers["x-sluice-ignored"] == "foo, enable_thinking"
+    chat = {"messages": [{"role": "user", "content": "x"}], "enable_thinking": False}
+    assert "x-sluice-ignored" not in client.post("/tokenize", json=chat).headers
+
+
+def test_a_missing_field_is_asked_for(client: FlaskClient) -> None:
+    assert client.post("/detokenize", json={}).json["error"]["message"] == "tokens is required."
+
+
 def test_info_of_models_that_have_none(client: FlaskClient) -> None:
     assert client.get("/tokenizer_info?model=absent").status_code == 404
     assert client.get("/tokenizer_info?model=scripted").status_code == 503
@@ -140,6 +154,16 @@ def test_what_cannot_fit_is_refused_before_anything_is_queued(client: FlaskClien
     assert (answer.status_code, answer.json["error"]["code"]) == (400, "context_length_exceeded")
     assert "1000" in answer.json["error"]["message"]
     assert store.calls == [] and store.jobs == []
+
+
+@pytest.mark.parametrize("limit", [998, 1000, 99_999])
+def test_the_error_names_limit_prompt_and_request(client: FlaskClient, store: FakeStore, limit: int) -> None:
+    """Also where max_tokens alone is more than the context. The BOS counts."""
+    answer = post(client, "/v1/completions", prompt="abc", max_tokens=limit)
+    error = answer.json["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "max_tokens")
+    assert "context is 1000 tokens" in error["message"] and "prompt has 4 tokens" in error["message"]
+    assert f"asks for {limit}" in error["message"] and store.calls == []
 
 
 def test_token_prompts_are_counted_without_a_tokenizer(client: FlaskClient, store: FakeStore) -> None:
@@ -227,6 +251,24 @@ def test_tokenizers_are_loaded_once_and_not_all_are_kept() -> None:
     assert first is tokenizers.of(card("a")) and first is not None
     assert tokenizers.of(card(None)) is tokenizers.of(card("gone")) is tokenizers.of(card("broken")) is None
     assert fetched == ["a", "gone", "broken"]
+
+
+def test_a_tokenizer_is_loaded_by_one_request_for_all_that_come_meanwhile() -> None:
+    asking, fetched = threading.Barrier(8), list[str]()
+
+    def fetch(sha: str) -> str:
+        fetched.append(sha)
+        return tokenizer_json()
+
+    tokenizers = Tokenizers(fetch)
+
+    def ask() -> object:
+        asking.wait()
+        return tokenizers.of(MODEL)
+
+    with ThreadPoolExecutor(8) as threads:
+        found = [asked.result() for asked in [threads.submit(ask) for _ in range(8)]]
+    assert len(set(map(id, found))) == 1 and fetched == ["abc"]
 
 
 def test_a_long_text_does_not_hold_up_greenlets() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from scripts import ports
+from scripts.store import DataFolder
 from scripts.up import CannotStart, Options, _numbered, base_url, parse_workers, pools, up
 from shared.settings import Settings, WrongSettings, given
+from tests.stack import free_port
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
 
@@ -107,3 +109,43 @@ def test_settings_that_are_wrong_are_said_and_named(tmp_path: Path, monkeypatch:
     with pytest.raises(WrongSettings, match=r"port: .*'many'"):
         given()
     assert given(port=9105).port == 9105
+    (tmp_path / "sluice.toml").unlink()
+    monkeypatch.setenv("SLUICE_EXL2_GPU_SPLIT", "20,22")
+    with pytest.raises(WrongSettings, match=r"exl2_gpu_split: .*JSON.*\[20, 22\].*'20,22'"):
+        given()
+    monkeypatch.delenv("SLUICE_EXL2_GPU_SPLIT")
+    with pytest.raises(WrongSettings, match=r"trusted_proxies: .*nginx"):
+        given(port=9105, trusted_proxies=["nginx"])
+
+
+def test_a_store_without_keys_is_not_served_to_everyone(tmp_path: Path) -> None:
+    """The folder has been used before; whether it has keys is known once its store runs, which then ends again."""
+    data = tmp_path / "data"
+    data.mkdir()
+    with pytest.raises(CannotStart, match="sluice keys add"):
+        up(
+            Options(("scripted",), min_workers=0, max_workers=0),
+            Settings(host="0.0.0.0", port=free_port(), data_dir=data),
+        )
+    with DataFolder(data):  # nobody holds it any more
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", b"", "--engine exllamav2"),
+        ("readme.txt", b"", "files are: none"),
+        ("model.gguf", b"GGML", "no GGUF file"),
+    ],
+)
+def test_what_llamacpp_cannot_run_is_said_before_anything_runs(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    settings = Settings(data_dir=tmp_path / "data", port=ports.any_free())
+    with pytest.raises(CannotStart, match=says):
+        up(Options(("llamacpp",), (str(folder),)), settings)
+    assert not (tmp_path / "data" / "store").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Iterator
@@ -96,6 +97,22 @@ def test_unread_data_is_no_hang_up(watcher: Watcher, listener: socket.socket) ->
     assert server.recv(100) == b"pipelined"
     client.close()
     assert gone.within(1)
+
+
+def test_a_client_that_only_does_not_read_is_there(listener: socket.socket) -> None:
+    """However long: the kernel says that all it could take has arrived. (One that vanished: tests/faults/test_network.py.)"""
+    watcher = Watcher(unheard=0.1, look=0.02)
+    client, server = connect(listener)
+    gone = Called()
+    watcher.watch(server.fileno(), gone)
+    server.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            server.send(b"x" * 65536)
+    assert not gone.within(1)
+    client.close()
+    assert gone.within(1)
+    watcher.close()
 
 
 def test_a_forgotten_client_is_not_reported(watcher: Watcher, listener: socket.socket) -> None:

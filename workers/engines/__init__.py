@@ -33,6 +33,14 @@ def make(kind: str, model: str | None, settings: Settings) -> Engine:
             )
         name = model_id or (model_name(file) if path else CARRIED_MODEL_ID)
         return LlamaCppEngine(LlamaCppOptions.from_settings(settings, file, name))
+    if kind == "exllamav2":
+        from workers.engines.exllamav2.engine import ExLlamaV2Engine
+        from workers.engines.exllamav2.options import ExLlamaV2Options
+
+        if not path:
+            raise FileNotFoundError("no model: name a folder with an EXL2, GPTQ or FP16 model with --model DIR.")
+        folder = Path(path)
+        return ExLlamaV2Engine(ExLlamaV2Options.from_settings(settings, folder, model_id or model_name(folder)))
     raise InvalidRequest(f"The engine {kind!r} is not built in yet.")
 
 

@@ -18,6 +18,7 @@ from shared.cards import ModelCard
 from shared.errors import SluiceError
 from shared.frames import Logprob as Logprob
 from shared.sampling import SamplingParams
+from workers.generation.constraint import Grammar
 
 #: Called while a model loads, with the part done (0..1) and a word for what is being done.
 Progress = Callable[[float, str], None]
@@ -32,6 +33,7 @@ class EngineRequest:
     never stopped (random numbers are addressed by position, so nothing else has to be carried over).
     `max_new` counts from the first sampled token, `generated` included; prompt + max_new is at most the
     model's context. Random numbers are keyed by (`seed`, `choice`) and counted by position.
+    `grammar`: the text follows it, by masks; None = it is free.
     `logprobs` and `prompt_logprobs`: how many best alternatives to report for each sampled / prompt token;
     None = no logprobs. They are the raw log-softmax of the logits, before bias, masks, penalties, temperature.
     """
@@ -45,12 +47,14 @@ class EngineRequest:
     generated: Sequence[int] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request has a lane; comes before its other events and before its prefill. `cached`: prompt tokens
-    whose state is reused; at least the last one never is, and none whose logprobs are asked for."""
+    """The request has a lane; comes before its other events, as soon as it is known what is reused. `cached`: prompt
+    tokens whose state is reused; at least the last token (of `generated`, if there are any) never is, and none whose
+    logprobs are asked for."""
 
     id: str
     cached: int = 0
@@ -68,19 +72,20 @@ class PromptLogprobs:
 @dataclass(frozen=True, slots=True)
 class Token:
     """One sampled token. `piece` is its raw bytes: often no whole character; for an end token or stop token id
-    (`end`) what it would print as, which is no part of the text."""
+    (`end`) what it would print as, which is no part of the text. `complete`: the request's grammar lets nothing follow it."""
 
     id: str
     token: int
     piece: bytes
     logprob: Logprob | None = None
     end: bool = False
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a request that went well: an end token or a stop token id was sampled (`stop`, with
-    `stop_token` set for the latter), or `max_new` was reached (`length`)."""
+    `stop_token` set for the latter), its grammar lets nothing follow (`stop`), or `max_new` was reached (`length`)."""
 
     id: str
     reason: Literal["stop", "length"]
@@ -101,12 +106,18 @@ Event = Started | PromptLogprobs | Token | Finished | Failed
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`running`: requests with a lane; `waiting`: added or set aside; `cells_used` of `cells`: token memory."""
+    """`running`: requests with a lane; `waiting`: added or set aside; `cells_used` of `cells`: token memory;
+    `computed`: tokens of prompts and texts that the model has computed since the start. While requests run, it grows:
+    an engine whose steps come back and compute nothing hangs too. `out_of_memory`: how often, since the start, the model
+    found no memory to compute with: each time a request failed, or all began anew from their tokens. Who is set aside
+    in time, as token memory is all taken, is none of these."""
 
     running: int
     waiting: int
     cells_used: int
     cells: int
+    computed: int
+    out_of_memory: int = 0
 
 
 class EngineDied(Exception):

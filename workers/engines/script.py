@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from shared.errors import InvalidRequest
 from shared.sampling import BIAS_RANGE, SamplingParams
@@ -145,28 +147,33 @@ def other_logprob(token: int) -> float:
 
 
 def highest_preferred(
-    prefer: Sequence[int], params: SamplingParams, position: int, mask: Sequence[bool] | None = None
+    prefer: Sequence[int], params: SamplingParams, position: int, mask: npt.NDArray[np.uint32] | None = None
 ) -> tuple[int, float]:
     """The id with the highest logit and its raw logprob, for a script that prefers ids.
 
     Raw values: the preferred ones from -0.5 down to above -1, the others far below. Bias is added; out of the
     question are padded ids, a bias of -100, end and stop ids while `position` < min_tokens, the end id with
-    ignore_eos, and what `mask` [vocab] does not allow. Raises InvalidRequest if that leaves nothing."""
+    ignore_eos (unless the mask leaves nothing else), and what `mask` (see `State.mask`) does not allow. Raises
+    InvalidRequest if that leaves nothing."""
     raw = {token: DEFAULT_LOGPROB - 0.5 * rank / len(prefer) for rank, token in reversed(list(enumerate(prefer)))}
     bias = params.logit_bias
-    banned = {token for token, value in bias.items() if value <= BIAS_RANGE[0]}
+    allowed = np.ones(VOCAB_SIZE, np.bool_)
+    if mask is not None:
+        allowed = np.unpackbits(mask.view(np.uint8), count=VOCAB_SIZE, bitorder="little").view(np.bool_)
+    allowed[[token for token, value in bias.items() if value <= BIAS_RANGE[0]]] = False
+    ends = allowed[END_ID]
     if position < params.min_tokens:
-        banned.update((END_ID, *params.stop_token_ids))
+        allowed[[END_ID, *params.stop_token_ids]] = False
     if params.ignore_eos:
-        banned.add(END_ID)
-
-    def possible(token: int) -> bool:
-        return token < VOCAB_SIZE and token not in banned and (mask is None or bool(mask[token]))
-
-    candidates = [token for token in (*prefer, *bias) if possible(token)]
+        allowed[END_ID] = False
+    if mask is not None and not allowed.any():
+        allowed[END_ID] = ends
+    candidates = [token for token in (*prefer, *bias) if token < VOCAB_SIZE and allowed[token]]
     # Of all the other ids the lowest one has the highest logit.
-    candidates += [next((t for t in range(VOCAB_SIZE) if t not in raw and t not in bias and possible(t)), VOCAB_SIZE)]
-    best = max(candidates, key=lambda token: raw.get(token, other_logprob(token)) + bias.get(token, 0.0))
-    if best == VOCAB_SIZE:
+    allowed[[token for token in (*prefer, *bias) if token < VOCAB_SIZE]] = False
+    if allowed.any():
+        candidates.append(int(allowed.argmax()))
+    if not candidates:
         raise InvalidRequest("Every token of the vocabulary is banned.", param="logit_bias")
+    best = max(candidates, key=lambda token: raw.get(token, other_logprob(token)) + bias.get(token, 0.0))
     return best, raw.get(best, other_logprob(best))

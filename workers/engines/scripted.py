@@ -4,7 +4,8 @@ The prompt says what comes out and when (`script.py`). Knows nothing of text: pi
 characters or not.
 
 Two deliberate departures from a model: the pieces of a script obey no mask, bias, min_tokens or ignore_eos
-(that is what makes a script exact), and a script with `prefer` is always greedy.
+(that is what makes a script exact; so the card says `constraints: false`), and a script with `prefer`, which obeys
+them all, is always greedy.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from workers.engines.script import (
     read_script,
 )
 from workers.engines.scripted_tokenizer import tokenizer_json
+from workers.generation.constraint import State
 
 CONTEXT = 32_768
 #: Longest sleep of one step, s: how soon a new request or a cancel is looked at.
@@ -54,10 +56,12 @@ LONGEST_SLEEP_S = 0.02
 FATAL_GRACE_S = 0.1
 #: Prompt logprobs of one step.
 PREFILL_CHUNK = 2048
-#: In chat, the last user message alone is the script.
+#: In chat, the last message of the user, or of a tool, alone is the script. A template that speaks of think tags is a thinking model's: what it
+#: writes between them at the beginning is reasoning. It knows tools, and calls them in the form of Hermes.
 CHAT_TEMPLATE = (
+    "{#- <think> tools <tool_call> -#}"
     "{%- set last = namespace(text='') -%}"
-    "{%- for message in messages if message['role'] == 'user' -%}"
+    "{%- for message in messages if message['role'] in ('user', 'tool') -%}"
     "{%- set last.text = message['content'] -%}"
     "{%- endfor -%}"
     "{{- last.text -}}"
@@ -77,13 +81,26 @@ def with_others(token: int, logprob: float, best: int) -> Logprob:
 @dataclass(slots=True)
 class Lane:
     """A running request. `count`: tokens sampled in all, `generated` included; `due`: when the next one comes, by
-    the engine's clock; `prefilled`: prompt tokens whose logprobs are out."""
+    the engine's clock; `prefilled`: prompt tokens whose logprobs are out; `constraint`: what preferred ids obey."""
 
     request: EngineRequest
     script: Script
     count: int
     due: float
     prefilled: int
+    constraint: State | None = None
+
+    def preferred(self) -> tuple[int, float]:
+        """The next id and its raw logprob, of a script that prefers ids. Raises SluiceError if there is none."""
+        prefer, params, constraint = self.script.prefer, self.request.params, self.constraint
+        if constraint is None:
+            return highest_preferred(prefer, params, self.count)
+        best = highest_preferred(prefer, params, self.count, constraint.mask())
+        while not constraint.takes(best[0]):
+            constraint.refuse(best[0])
+            best = highest_preferred(prefer, params, self.count, constraint.mask())
+        constraint.accept(best[0])
+        return best
 
 
 def die() -> None:
@@ -118,15 +135,16 @@ class ScriptedEngine(Engine):
             unsupported=ENGINE_EXTRAS,
             chat_template=CHAT_TEMPLATE,
             constraints=False,
-        )
+        ).with_special(lambda token: _decode((token,)))
         self._lanes = lanes
         self._clock = clock
         self._sleep = sleep
         self._die = die
         self._running: dict[str, Lane] = {}
-        self._waiting: dict[str, tuple[EngineRequest, Script]] = {}
+        self._waiting: dict[str, tuple[EngineRequest, Script, State | None]] = {}
         self._refused: deque[Failed] = deque()
         self._closed = threading.Event()
+        self._steps = 0  # what it has instead of computed tokens: waiting is its work
 
     def load(self, progress: Progress) -> ModelCard:
         progress(1.0, "ready")
@@ -190,8 +208,10 @@ class ScriptedEngine(Engine):
             script = read_script(_decode(request.prompt), request.choice)
         except InvalidRequest as error:
             self._refused.append(Failed(request.id, error))
-        else:
-            self._waiting[request.id] = (request, script)
+            return
+        grammar = request.grammar if script.prefer else None
+        constraint = None if grammar is None else grammar.begin(request.generated)
+        self._waiting[request.id] = (request, script, constraint)
 
     def cancel(self, request_id: str) -> None:
         self._running.pop(request_id, None)
@@ -201,6 +221,7 @@ class ScriptedEngine(Engine):
     def step(self) -> list[Event]:
         events: list[Event] = [*self._refused]
         self._refused.clear()
+        self._steps += 1
         now = self._clock()
         self._admit(now, events)
         self._round(now, events)
@@ -211,7 +232,7 @@ class ScriptedEngine(Engine):
 
     def stats(self) -> EngineStats:
         used = sum(len(lane.request.prompt) + lane.count for lane in self._running.values())
-        return EngineStats(len(self._running), len(self._waiting), used, self._lanes * CONTEXT)
+        return EngineStats(len(self._running), len(self._waiting), used, self._lanes * CONTEXT, self._steps)
 
     def close(self) -> None:
         """May come from another thread than the owner's: it ends a step that hangs."""
@@ -223,9 +244,9 @@ class ScriptedEngine(Engine):
 
     def _admit(self, now: float, events: list[Event]) -> None:
         while self._waiting and len(self._running) < self._lanes:
-            request, script = self._waiting.pop(next(iter(self._waiting)))
+            request, script, constraint = self._waiting.pop(next(iter(self._waiting)))
             count = len(request.generated)
-            lane = Lane(request, script, count, now + (script.start_delay if count == 0 else 0.0), 0)
+            lane = Lane(request, script, count, now + (script.start_delay if count == 0 else 0.0), 0, constraint)
             if request.prompt_logprobs is None:
                 lane.prefilled = len(request.prompt)
             if script.total is None or count < script.total:
@@ -260,8 +281,7 @@ class ScriptedEngine(Engine):
         logprob = script.logprob(position)
         if script.prefer:
             try:
-                # A request with a constraint hands its mask over here.
-                token, logprob = highest_preferred(script.prefer, request.params, position, mask=None)
+                token, logprob = lane.preferred()
             except SluiceError as error:
                 return Failed(request.id, error)
             piece = _decode((token,))
@@ -272,7 +292,8 @@ class ScriptedEngine(Engine):
             token, piece = FIRST_PIECE + index, script.pieces[index]
         stops = token == END_ID or token in request.params.stop_token_ids
         entry = None if request.logprobs is None else with_others(token, logprob, request.logprobs)
-        events.append(Token(request.id, token, piece, entry, stops))
+        complete = lane.constraint is not None and lane.constraint.complete
+        events.append(Token(request.id, token, piece, entry, stops, complete))
         lane.count = position = position + 1
         # A late token shortens the next wait, but what was slept through is not caught up with.
         lane.due = now if position == script.total else max(now, lane.due + script.delay)
@@ -290,6 +311,8 @@ def _over(lane: Lane) -> Finished | None:
         last = request.generated[-1]
         if last == END_ID or last in request.params.stop_token_ids:
             return Finished(request.id, "stop", None if last == END_ID else last)
+    if lane.constraint is not None and lane.constraint.complete:
+        return Finished(request.id, "stop")
     if count >= request.max_new or (script.total is not None and count >= script.total + script.ends):
         return Finished(request.id, "length")
     return None

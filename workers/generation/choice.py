@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from shared.reasoning import Counter, Reasoning
 from workers.generation.stops import StopScanner, StopStrings
 from workers.generation.text import Utf8Stream, continues
 
@@ -56,6 +57,7 @@ class ChoiceState:
         max_new: int,
         end_ids: Collection[int] = (),
         stop_token_ids: Collection[int] = (),
+        reasoning: Reasoning | None = None,
     ) -> None:
         self.ids = 0
         self.out = 0
@@ -66,6 +68,7 @@ class ChoiceState:
         self._end_ids = frozenset(end_ids)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._utf8 = Utf8Stream()
+        self._reasoning = None if reasoning is None else Counter(reasoning)
         self._scanner = StopScanner(stops)
         #: Characters decoded, and released, so far.
         self._decoded = 0
@@ -74,10 +77,10 @@ class ChoiceState:
         self._open: deque[_Span] = deque()
         self._split: list[_Span] = []
 
-    def feed(self, token: int, piece: bytes) -> Released:
+    def feed(self, token: int, piece: bytes, complete: bool = False) -> Released:
         """The next sampled id and its raw bytes (b"" for one whose text is not to be shown). The text of an end token
-        or stop token is no part of the text. Ids after the finish, sampled before the engine heard of it, do not
-        count."""
+        or stop token is no part of the text. `complete`: it is the last one, by the grammar. Ids after the finish,
+        sampled before the engine heard of it, do not count."""
         if self.finished is not None:
             return Released("", self.out)
         self.ids += 1
@@ -87,6 +90,8 @@ class ChoiceState:
             return ended
         pending = self._utf8.pending
         text = self._utf8.feed(piece)
+        if self._reasoning is not None:
+            self._reasoning.feed(text)
         # What comes behind half a character is inside it, unless it shows that there is none.
         begin = self.begin = self._decoded + (1 if pending and text and not continues(pending, piece) else 0)
         released = self._scan(text)
@@ -98,8 +103,8 @@ class ChoiceState:
             if span.end is None:
                 self._split.append(span)
             self._count()
-        if self.finished is None and self.ids >= self._max_new:
-            last = self._end(Finish("length"))
+        if self.finished is None and (complete or self.ids >= self._max_new):
+            last = self._end(Finish("stop" if complete else "length"))
             return Released(released + last.text, last.out, last.finish)
         return Released(released, self.out, self.finished)
 
@@ -107,9 +112,15 @@ class ChoiceState:
         """The engine ended the choice, other than by an id or at `max_new`: what was held back comes out."""
         return Released("", self.out) if self.finished is not None else self._end(Finish(reason))
 
-    def replay(self, tokens: Iterable[tuple[int, bytes]]) -> Released:
-        """Feeds (id, piece) pairs; all their text in one."""
-        steps = [self.feed(token, piece) for token, piece in tokens]
+    @property
+    def reasoned(self) -> int:
+        """Ids that were reasoning, end tokens not counted."""
+        return 0 if self._reasoning is None else self._reasoning.count
+
+    def replay(self, tokens: Iterable[tuple[int, bytes]], complete: bool = False) -> Released:
+        """Feeds (id, piece) pairs, of which the last may be the last by the grammar; all their text in one."""
+        fed = list(tokens)
+        steps = [self.feed(*pair, complete and place == len(fed)) for place, pair in enumerate(fed, 1)]
         return Released("".join(step.text for step in steps), self.out, self.finished)
 
     def _end(self, finish: Finish) -> Released:

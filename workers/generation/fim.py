@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from shared.cards import Fim, ModelCard
+from shared.prompts import continued
 
 #: (prefix, suffix, middle) as vocabularies write them. `▁` is what SentencePiece writes for a space.
 _KNOWN = (
@@ -57,14 +58,5 @@ def prompt_ids(card: ModelCard, before: Sequence[int], after: Sequence[int], *, 
 def suffix_ids(
     suffix: str, tokenize: Callable[[str], list[int]], detokenize: Callable[[Sequence[int]], bytes]
 ) -> list[int]:
-    """Ids of the text after the gap, as it is: without the space that some tokenizers put before a text.
-
-    CodeLlama's own code does the same: it tokenises the suffix behind a character and cuts that off again."""
-    ids = tokenize(suffix)
-    if detokenize(ids) != b" " + suffix.encode():
-        return ids
-    marked = tokenize("\n" + suffix)
-    for first in range(1, len(marked)):
-        if detokenize(marked[first:]) == suffix.encode():
-            return marked[first:]
-    return ids
+    """Ids of the text after the gap, as it is: without the space that some tokenizers put before a text."""
+    return continued(suffix, tokenize, lambda ids: detokenize(ids).decode(errors="replace"))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from shared.frames import Logprob
 from shared.sampling import SamplingParams
+from workers.generation.constraint import State
 
 Logits = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32]
@@ -23,6 +24,8 @@ _WORD = 0xFFFF_FFFF_FFFF_FFFF
 #: Mass floors that `_nucleus` tries before the exact one: most nuclei are a few dozen ids out of 50,000, and
 #: sorting is what costs.
 _FLOORS = (1e-2, 1e-3, 1e-4, 1e-5)
+#: Between a position and what is drawn there another time: no text has so many tokens.
+_AGAIN = 1 << 40
 #: Weights summed as one block when drawing: float64 prefix sums over a whole vocabulary cost more than the rest.
 _BLOCK = 256
 
@@ -115,6 +118,7 @@ class Sampler:
     vocab_size: ids beyond it are never sampled, however wide the head is.
     end_ids: ids that end a text; banned by `ignore_eos` and, with `stop_token_ids`, before `min_tokens`.
     prompt, generated: the ids so far. Random numbers and `min_tokens` count `generated` only.
+    constraint: what the text is held to, behind `generated`.
     """
 
     def __init__(
@@ -127,8 +131,10 @@ class Sampler:
         end_ids: Sequence[int],
         prompt: Sequence[int] = (),
         generated: Sequence[int] = (),
+        constraint: State | None = None,
     ) -> None:
         self._params = params
+        self._constraint = constraint
         self._seed, self._choice = seed, choice
         self._vocab_size = vocab_size
         self._position = len(generated)
@@ -146,9 +152,16 @@ class Sampler:
         """Ids sampled so far."""
         return self._position
 
+    @property
+    def complete(self) -> bool:
+        """The constraint is met, and nothing but the text's end could follow."""
+        return self._constraint is not None and self._constraint.complete
+
     def accept(self, token: int) -> None:
         """Records `token` as the one sampled at this position."""
         self._position += 1
+        if self._constraint is not None:
+            self._constraint.accept(token)
         if self._generated is not None:
             self._generated.add(token)
         if self._seen is not None:
@@ -158,14 +171,25 @@ class Sampler:
         """The id for this position from raw `logits` [head], which stay as they are.
 
         `mask`: allowed ids as a bitmask, id i = bit i % 32 of word i // 32; ids beyond it are not allowed.
-        Equal inputs give equal ids; greedy ties go to the lowest id. Raises FloatingPointError for logits that
-        hold NaN or +inf, or nothing that may be sampled.
+        A constraint brings its own. Equal inputs give equal ids; greedy ties go to the lowest id. Raises
+        FloatingPointError for logits that hold NaN or +inf, or nothing that may be sampled, and StructuredOutputFailed
+        where the constraint lets nothing follow.
         """
+        if self._constraint is None:
+            return self._pick(logits, mask)
+        again = 0
+        while not self._constraint.takes(token := self._pick(logits, self._constraint.mask(), again)):
+            self._constraint.refuse(token)
+            again += 1
+        return token
+
+    def _pick(self, logits: Logits, mask: npt.NDArray[np.uint32] | None, again: int = 0) -> int:
+        """`again`: how many picks of this position were refused; each has a random number of its own."""
         row = self._adjusted(logits, mask)
         if self._params.greedy:
             return int(row.argmax())
         ids, weights = self._kept(row)
-        drawn = _draw(weights, uniform(self._seed, self._choice, self._position))
+        drawn = _draw(weights, uniform(self._seed, self._choice, self._position + again * _AGAIN))
         return drawn if ids is None else int(ids[drawn])
 
     def distribution(

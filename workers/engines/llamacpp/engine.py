@@ -17,16 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.cards import ENGINE_EXTRAS, ModelCard
-from shared.errors import ContextLengthExceeded, EngineOverloaded, InternalError, InvalidRequest, SluiceError
+from shared.errors import EngineOverloaded, InternalError, SluiceError
 from workers.engines import base
 from workers.engines.base import Engine, EngineDied, EngineRequest, EngineStats, Event, Failed, Progress, Started
+from workers.engines.cores import usable_cores
+from workers.engines.lane import by_arrival, check_request
 from workers.engines.llamacpp.binding import Library, LoadError
 from workers.engines.llamacpp.cells import Cells, Hold
 from workers.engines.llamacpp.context import MOST_LANES, SCORED_ROWS, Context
 from workers.engines.llamacpp.convert import fastest_form
 from workers.engines.llamacpp.lane import Lane
 from workers.engines.llamacpp.model import Model, find_gguf, identity
-from workers.engines.llamacpp.options import LlamaCppOptions, usable_cores
+from workers.engines.llamacpp.options import LlamaCppOptions
 from workers.engines.llamacpp.prefixes import WORTH, FinishedSequences, Kept, common
 from workers.engines.llamacpp.schedule import shares
 from workers.engines.llamacpp.threads import ThreadChoice
@@ -64,10 +66,6 @@ class _Beginning:
     coming: int = 0
 
 
-def _arrival(lane: Lane) -> int:
-    return lane.arrival
-
-
 class LlamaCppEngine(Engine):
     """Runs a GGUF model with llama.cpp on the CPU.
 
@@ -90,6 +88,8 @@ class LlamaCppEngine(Engine):
         self._cells = Cells(options.context_cells)
         self._threads = ThreadChoice(usable_cores())
         self._arrivals = 0
+        self._computed = 0
+        self._out_of_memory = 0
 
     def load(self, progress: Progress) -> ModelCard:
         options = self._options
@@ -119,7 +119,6 @@ class LlamaCppEngine(Engine):
         progress(1.0, "ready")
         return ModelCard(
             id=options.model_id,
-            aliases=options.aliases,
             engine="llamacpp",
             context=self._context_length,
             vocab_size=self._model.vocab_size,
@@ -135,7 +134,8 @@ class LlamaCppEngine(Engine):
             fim=self._model.fim,
             unsupported=ENGINE_EXTRAS,
             chat_template=self._model.chat_template,
-        )
+            constraints=True,
+        ).with_special(self._model.pieces.__getitem__)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -147,7 +147,8 @@ class LlamaCppEngine(Engine):
         return self._model.tokenizer_json()
 
     def add(self, request: EngineRequest) -> None:
-        self._check(request)
+        taken = (*self._running, *self._waiting)
+        check_request(request, taken=taken, vocab_size=self._model.vocab_size, context=self._context_length)
         self._arrivals += 1
         lane = Lane(request, self._arrivals, vocab_size=self._model.vocab_size, end_ids=self._end_ids)
         self._waiting.append(lane)
@@ -185,29 +186,13 @@ class LlamaCppEngine(Engine):
     def stats(self) -> EngineStats:
         running = list(self._running)
         used = self._cells.held_by(lane.hold for lane in running)
-        return EngineStats(len(running), len(self._waiting), used, self._cells.total)
+        total, waiting = self._cells.total, len(self._waiting)
+        return EngineStats(len(running), waiting, used, total, self._computed, self._out_of_memory)
 
     def close(self) -> None:
         self._context.close()
         self._model.close()
         self._library.close()
-
-    def _check(self, request: EngineRequest) -> None:
-        if any(lane.id == request.id for lane in (*self._running, *self._waiting)):
-            raise InvalidRequest(f"A request {request.id} is running already.")
-        if not request.prompt:
-            raise InvalidRequest("The prompt is empty.", param="prompt")
-        if request.max_new < 0:
-            raise InvalidRequest("max_tokens must not be negative.", param="max_tokens")
-        self._model.check_ids(request.prompt, "prompt")
-        self._model.check_ids(request.generated, "prompt")
-        request.params.check(self._model.vocab_size)
-        if len(request.prompt) + request.max_new > self._context_length:
-            raise ContextLengthExceeded(
-                f"The model's context is {self._context_length} tokens; the prompt has {len(request.prompt)} and "
-                f"max_tokens is {request.max_new}.",
-                param="max_tokens" if len(request.prompt) < self._context_length else "prompt",
-            )
 
     def _admit(self, events: list[Event]) -> None:
         """Gives lanes to those who wait, in the order they came. Who does not fit holds up those behind; who waits for
@@ -234,7 +219,7 @@ class LlamaCppEngine(Engine):
             if done is not None:
                 events.append(done)
             else:
-                insort(self._running, lane, key=_arrival)
+                insort(self._running, lane, key=by_arrival)
 
     def _beginning(self, lane: Lane) -> _Beginning:
         """Where the longest beginning of `lane` is in memory, or will be soon."""
@@ -309,7 +294,7 @@ class LlamaCppEngine(Engine):
     def _set_youngest_aside(self) -> Lane:
         lane = self._running[-1]
         self._release(lane, keep=False)
-        insort(self._waiting, lane, key=_arrival)
+        insort(self._waiting, lane, key=by_arrival)
         log.debug("Out of cells: set the youngest of %d lanes aside.", len(self._running) + 1)
         return lane
 
@@ -330,6 +315,10 @@ class LlamaCppEngine(Engine):
             if code == 1 and len(self._running) > 1:
                 self._set_youngest_aside()
             elif code == 1:
+                self._out_of_memory += 1
+                log.error(
+                    "Out of memory: %s fails (times since the start: %d).", self._running[0].id, self._out_of_memory
+                )
                 self._fail(self._running[0], EngineOverloaded("The engine is out of memory for this request."), events)
             elif code == -1:
                 self._refused(parts, events)
@@ -389,12 +378,16 @@ class LlamaCppEngine(Engine):
         """Takes in what the model said about one lane: logprobs of its prompt, its next token, its end."""
         lane = part.lane
         lane.seen += part.count
+        self._computed += part.count
         if part.rows and lane.unscored:
             self._score(lane, logits, events)
         done = lane.finish()
         if done is None and not lane.owed:
             try:
                 self._sample(lane, logits[-1], events)
+            except SluiceError as error:  # its grammar lets nothing follow
+                self._fail(lane, error, events)
+                return
             except Exception:  # logits that are no numbers, or a bug of ours: on one lane, the others go on
                 log.exception("Sampling failed.")
                 self._fail(lane, InternalError(), events)
@@ -412,7 +405,8 @@ class LlamaCppEngine(Engine):
             logprob = raw_logprob(logits, token, request.logprobs, self._model.vocab_size)
         lane.sampler.accept(token)
         lane.tokens.append(token)
-        events.append(base.Token(lane.id, token, self._model.pieces[token], logprob, lane.ends_at(token)))
+        piece = self._model.pieces[token]
+        events.append(base.Token(lane.id, token, piece, logprob, lane.ends_at(token), lane.complete))
 
     def _score(self, lane: Lane, logits: npt.NDArray[np.float32], events: list[Event]) -> None:
         """Reports the logprobs of the prompt tokens that `logits`, the last rows of `lane`, tell of."""

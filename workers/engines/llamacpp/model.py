@@ -16,6 +16,7 @@ import numpy as np
 
 from shared.cards import Fim
 from shared.errors import InvalidRequest
+from workers.engines.lane import check_ids
 from workers.engines.llamacpp.binding import Library, LoadError
 from workers.engines.llamacpp.tokenizer_json import tokenizer_json
 from workers.generation import fim
@@ -39,6 +40,11 @@ def find_gguf(path: Path) -> Path:
         found = sorted(path.glob("*.gguf"))
         firsts = [file for file in found if "-00001-of-" in file.name]
         candidates = firsts if firsts and all("-of-" in file.name for file in found) else found
+        if not found and any(path.glob("*.safetensors")):
+            raise LoadError(
+                f"{path} holds *.safetensors and no GGUF file: models of that kind (EXL2, GPTQ, 16 bits) run with "
+                "--engine exllamav2."
+            )
         if len(candidates) != 1:
             names = ", ".join(file.name for file in candidates) or "none"
             raise LoadError(f"{path} should hold one model, but its .gguf files are: {names}. Name the file itself.")
@@ -138,7 +144,7 @@ class Model:
         return ids
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        self.check_ids(tokens, "tokens")
+        check_ids(tokens, self.vocab_size, "tokens")
         return b"".join(self.pieces[token] for token in tokens)
 
     def tokenizer_json(self) -> str | None:
@@ -149,12 +155,6 @@ class Model:
         except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for merges that do not fit
             log.warning("No tokenizer.json could be made of %s: %s", self._path.name, error)
             return None
-
-    def check_ids(self, tokens: Sequence[int], param: str) -> None:
-        """Raises InvalidRequest for an id outside the vocabulary: llama.cpp refuses the whole batch over one."""
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidRequest(f"Token id {token} is outside the vocabulary of {self.vocab_size}.", param=param)
 
     def _fim(self) -> Fim | None:
         """By the vocabulary's well-known names, which also tell the order of the parts; else by what the file says."""

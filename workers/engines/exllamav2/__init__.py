@@ -1,0 +1,1 @@
+"""EXL2, GPTQ and FP16 models on NVIDIA GPUs, with the package exllamav2."""
