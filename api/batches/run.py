@@ -27,7 +27,15 @@ from api.file_records import FileRecords, Part
 from api.file_store import FileStore
 from api.kinds import Parts
 from api.known_jobs import Ended
-from shared.errors import ModelNotFound, NotFound, RateLimited, SluiceError, StoreUnavailable, Unavailable
+from shared.errors import (
+    EngineOverloaded,
+    ModelNotFound,
+    NotFound,
+    RateLimited,
+    SluiceError,
+    StoreUnavailable,
+    Unavailable,
+)
 from shared.frames import Error
 
 log = structlog.get_logger(__name__)
@@ -269,7 +277,13 @@ class BatchRun:
         if not ended.there and reason is None:  # the store has lost it
             self._again.append(waiting)
             return
-        body, error = rows.outcome(ended, self._parts.constraints.holds) if ended.there else (None, None)
+        try:
+            body, error = rows.outcome(ended, self._parts.constraints.holds) if ended.there else (None, None)
+        except EngineOverloaded:  # its text can be checked later
+            flights.adopt(waiting, custom_id)
+            return
+        except SluiceError as failed:
+            body, error = None, Error.of(failed)
         if body is not None:
             row = rows.answered(name, custom_id, job_id, body)
         elif error is not None and error.retryable and reason is not None:

@@ -46,15 +46,22 @@ def batch_of(stack: Stack, count: int, window: str = "24h") -> str:
 
 
 def whole(stack: Stack, batch_id: str, count: int, timeout: float) -> None:
-    """The batch has come to its end: each line once, with its own text."""
+    """The batch has come to its end: each line once, with its own text.
+
+    A line whose worker was killed twice before its first token is refused as poison: a few lines may meet that."""
     wait_for(lambda: look(stack, batch_id)["status"] in OVER, timeout, every=0.5)
     batch = look(stack, batch_id)
-    assert batch["status"] == "completed" and batch["error_file_id"] is None, batch
-    assert batch["request_counts"] == {"total": count, "completed": count, "failed": 0}
+    assert batch["status"] == "completed", batch
+    refused = {}
+    if batch["error_file_id"]:
+        refused = {row["custom_id"]: row["response"]["body"]["error"] for row in rows(stack, batch["error_file_id"])}
+    assert len(refused) <= 2 and all(error["code"] == "poison_request" for error in refused.values()), refused
+    done = count - len(refused)
+    assert batch["request_counts"] == {"total": count, "completed": done, "failed": len(refused)}
     found = texts(rows(stack, batch["output_file_id"]))
-    assert found == {f"line-{n}": f"{n} " + "x" * (PIECES - 1) for n in range(count)}
+    assert found == {f"line-{n}": f"{n} " + "x" * (PIECES - 1) for n in range(count) if f"line-{n}" not in refused}
     usage = batch["usage"]
-    assert usage["output_tokens"] == count * (PIECES + 1), "none was counted twice"
+    assert usage["output_tokens"] == done * (PIECES + 1), "none was counted twice"
     with stack.store() as store:
         left = [name for pattern in ("rq:job:*", "sluice:log:*", "rq:results:*") for name in store.keys(pattern)]
         assert not left, "every request is forgotten"
