@@ -19,6 +19,9 @@ from shared.structured import (
     MAX_BLANKS,
     MAX_DEPTH,
     MAX_NUMBER,
+    MAX_PERIOD,
+    MAX_ROUND,
+    MAX_ROUNDS,
     MAX_STRING,
     Constraint,
     Unmet,
@@ -194,12 +197,25 @@ def test_fb051_white_space_ends(grammars: Grammars) -> None:
 
 
 def test_a_string_that_would_not_end_is_ended(grammars: Grammars) -> None:
+    either = np.full(len(PIECES), -50, np.float32)
+    either[[ord("a"), ord("b"), ord('"')]] = 20, 20, -10
     ids, state = write(
-        grammars.of(of_schema({"type": "string"})), preferring(ord("a")), most=2 * MAX_STRING, temperature=0
+        grammars.of(of_schema({"type": "string"})), lambda position: either, most=2 * MAX_STRING, temperature=1.0
     )
     assert state.complete and len(text_of(ids)) == MAX_STRING + 2
     ids, state = write(grammars.of(of_schema({"type": "string"})), preferring(*b" n\\"), most=2000, temperature=0)
     assert state.complete and len(text_of(ids)) == MAX_BLANKS + 2
+
+
+@pytest.mark.parametrize("round_", [b"a", b"1234567890", b"/v2.1", b"x" + bytes(range(58, 58 + 33))], ids=ascii)
+def test_a_string_that_goes_in_circles_is_ended(grammars: Grammars, round_: bytes) -> None:
+    def going(position: int) -> Logits:
+        return preferring(round_[position % len(round_)])(position)
+
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 9}}, "required": ["a"]}
+    ids, state = write(grammars.of(of_schema(schema)), going, temperature=0, most=2000)
+    assert state.complete and json.loads(text_of(ids)).keys() == {"a"}
+    assert len(ids) < max(MAX_ROUND, MAX_ROUNDS * len(round_)) + 2 * len(round_) + 5 * 17
 
 
 def test_a_string_that_is_to_be_longer_is_not_ended(grammars: Grammars) -> None:
@@ -284,7 +300,11 @@ def test_the_watch_tells_what_is_full() -> None:
     assert full('{"' + "x" * MAX_STRING) is Full.STRING
     assert full('["' + "x" * (MAX_STRING - 1) + "\\") is None, "an escape is not cut"
     assert full('["' + " " * MAX_BLANKS) is full('["' + "\\n" * MAX_BLANKS) is Full.STRING
-    assert full('["' + " x" * MAX_BLANKS) is None
+    assert full('["' + " x" * (MAX_ROUND // 2 - 1)) is None and full('["' + " x" * (MAX_ROUND // 2)) is Full.STRING
+    period = "".join(map(chr, range(ord("0"), ord("0") + MAX_PERIOD))).replace("\\", "/")
+    assert full('["' + period * (MAX_ROUNDS - 1)) is None and full('["x' + period * MAX_ROUNDS) is Full.STRING
+    assert full('["' + period * MAX_ROUNDS + "x") is None, "it goes on with something else"
+    assert full('["' + f"{period} " * (MAX_ROUNDS + 1)) is None, "a long round is none"
     assert full("[" + "1" * MAX_NUMBER) is full("1e10") is full("1e-10") is Full.NUMBER
     assert full("[1e1") is full("12345, ") is full("[true") is None
 

@@ -11,13 +11,24 @@ import re
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from shared.structured import MAX_BLANKS, MAX_DEPTH, MAX_EXPONENT, MAX_NUMBER, MAX_STRING
+from shared.structured import (
+    MAX_BLANKS,
+    MAX_DEPTH,
+    MAX_EXPONENT,
+    MAX_NUMBER,
+    MAX_PERIOD,
+    MAX_ROUND,
+    MAX_ROUNDS,
+    MAX_STRING,
+)
 
 #: What a number is written with.
 NUMBER = frozenset(b"0123456789+-.eE")
 #: The end of a run inside a string: its closing quote, or an escape.
 _STOP = re.compile(rb'["\\]')
 _BLANKS = re.compile(rb"(?: |\\[nrt]){%d}\Z" % MAX_BLANKS)
+#: Bytes by which an earlier round of a string is found.
+_SIGN = 16
 _EXPONENT = re.compile(rb"[eE][+-]?0*([0-9]+)")
 
 
@@ -45,8 +56,7 @@ class JsonWatch:
     @property
     def full(self) -> Full | None:
         if self.string is not None:
-            long = len(self.string) >= MAX_STRING or _BLANKS.search(self.string, len(self.string) - 2 * MAX_BLANKS)
-            return Full.STRING if long and not self.escaped else None
+            return Full.STRING if not self.escaped and _is_full(self.string) else None
         return Full.NUMBER if len(self.number) >= MAX_NUMBER or _exponent(self.number) >= MAX_EXPONENT else None
 
     def after(self, piece: bytes) -> JsonWatch | None:
@@ -96,6 +106,18 @@ class JsonWatch:
         if character == ",":
             return replace(place, key=bool(place.open) and place.open[-1] is not None)
         return place
+
+
+def _is_full(string: bytes) -> bool:
+    if len(string) >= MAX_STRING or _BLANKS.search(string, len(string) - 2 * MAX_BLANKS):
+        return True
+    end = len(string) - _SIGN
+    earlier = string.rfind(string[-_SIGN:], max(0, end - MAX_PERIOD), -1)
+    if earlier < 0 or len(string) < MAX_ROUND:
+        return False
+    period = end - earlier
+    round_ = max(MAX_ROUND, MAX_ROUNDS * period)
+    return len(string) >= round_ and string[-round_ + period :] == string[-round_:-period]
 
 
 def _exponent(number: bytes) -> int:
