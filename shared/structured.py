@@ -31,6 +31,8 @@ MAX_STRING = 8192
 MAX_BLANKS = 64
 #: And one that goes in circles: no more than so many bytes, over and over, so many times and for so many bytes.
 MAX_PERIOD, MAX_ROUNDS, MAX_ROUND = 64, 8, 128
+#: Items of an array that are all alike: another kind comes, or none, behind so many in a row with so many bytes in all.
+MAX_ALIKE, MAX_ALIKE_BYTES = 16, 256
 #: A double is written with 24 characters at most.
 MAX_NUMBER = 24
 #: Digits of an exponent; more, and a number may be beyond a double.

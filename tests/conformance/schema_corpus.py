@@ -65,7 +65,10 @@ Value: "abc"
 
 """
 CALLS = """Call of open_door: {"door": "kitchen", "wide": true}
-Call of add_up: {"numbers": [2, 5], "digits": 3}
+Call of add_up: {"numbers": [20, 5, 13]}
+Call of invite: {"guests": ["Ann", "Bob"], "at": "19:30"}
+Call of draw: {"lines": [[0, 1], [4, 2]], "style": {"color": "red", "tags": ["thin"]}}
+Call of median: {"values": [3.5, 1.2]}
 """
 
 

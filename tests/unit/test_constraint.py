@@ -16,6 +16,8 @@ from shared.reasoning import Reasoning
 from shared.sampling import SamplingParams
 from shared.structured import (
     ANY_OBJECT,
+    MAX_ALIKE,
+    MAX_ALIKE_BYTES,
     MAX_BLANKS,
     MAX_DEPTH,
     MAX_NUMBER,
@@ -222,6 +224,44 @@ def test_a_string_that_is_to_be_longer_is_not_ended(grammars: Grammars) -> None:
     schema = {"type": "string", "minLength": MAX_STRING + 10}
     ids, state = write(grammars.of(of_schema(schema)), preferring(ord("a")), most=2 * MAX_STRING, temperature=0)
     assert state.complete and len(text_of(ids)) == MAX_STRING + 12
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"type": "string", "enum": ["kitchen"]}, {"const": 0}, {"type": "array", "items": {"const": 10}},
+        {"type": "object", "properties": {"a": {"const": "x"}}, "additionalProperties": False},
+    ],
+)  # fmt: skip
+def test_an_array_of_the_same_over_and_over_is_ended(grammars: Grammars, items: Any) -> None:
+    schema = {"properties": {"it": {"type": "array", "items": items}}, "required": ["it"], "type": "object"}
+    ids, state = write(
+        grammars.of(of_schema(schema)), preferring(*b',"', PIECES.index(b'", "'), ord("{")), most=9000, temperature=0
+    )
+    assert state.complete
+    [value] = json.loads(text_of(ids)).values()
+    long = len(json.dumps(value[0], separators=(",", ":")))
+    assert MAX_ALIKE <= len(value) <= max(MAX_ALIKE, MAX_ALIKE_BYTES // long) + 3
+
+
+def test_an_array_that_is_to_be_longer_is_not_ended(grammars: Grammars) -> None:
+    schema = {"type": "array", "items": {"const": "same"}, "minItems": 100}
+    ids, state = write(grammars.of(of_schema(schema)), preferring(ord(",")), most=2000, temperature=0)
+    assert state.complete and json.loads(text_of(ids)) == ["same"] * 100
+
+
+def test_an_array_of_different_items_goes_on(grammars: Grammars) -> None:
+    place: JsonWatch | None = JsonWatch()
+    for number in range(500):
+        assert place is not None
+        place = place.after(b"[" * (not number) + b'{"a":[1,1],"b":"%d"},' % (number // 5))
+        assert place is not None and place.tired is None and not place.repeats(b"1,")
+    assert place is not None
+    for _ in range(MAX_ALIKE):
+        assert place is not None and place.tired is None
+        place = place.after(b' {"a" : [1,1], "b":"always the same"},')
+    assert place is not None and place.tired == 0
+    assert place.repeats(b"1,") and place.repeats(b'"a",') and not place.repeats(b'"a,') and not place.repeats(b"[1,")
 
 
 @pytest.mark.parametrize("prefer", [b"1", b".1", b"e1", b"-9"])
