@@ -261,6 +261,8 @@ def test_an_array_of_different_items_goes_on(grammars: Grammars) -> None:
         assert place is not None and place.tired is None
         place = place.after(b' {"a" : [1,1], "b":"always the same"},')
     assert place is not None and place.tired == 0
+    other: JsonWatch | None = JsonWatch().after(b"[" + b"".join(b"[%d,[1],1234567890]," % n for n in range(50)))
+    assert other is not None and other.tired is None, "only their ends are alike"
     assert place.repeats(b"1,") and place.repeats(b'"a",') and not place.repeats(b'"a,') and not place.repeats(b"[1,")
 
 
@@ -271,9 +273,22 @@ def test_a_number_that_would_not_end_is_ended(grammars: Grammars, prefer: bytes)
     assert abs(json.loads(text_of(ids))) < float("inf")
 
 
+@pytest.mark.parametrize(
+    ("schema", "prefer"),
+    [
+        ({"type": "integer", "multipleOf": 30, "minimum": 1}, b"01"),
+        ({"type": "number", "exclusiveMinimum": 1.1}, b"1.0"),
+    ],
+)
+def test_a_number_that_must_not_end_yet_takes_another_digit(grammars: Grammars, schema: Any, prefer: bytes) -> None:
+    """A power of ten is no multiple of 30, and 1.1000 not more than 1.1."""
+    ids, _ = write(grammars.of(of_schema(schema)), preferring(*prefer), temperature=0)
+    value = json.loads(text_of(ids))
+    assert value >= 1.1 and value % schema.get("multipleOf", value) == 0 and len(ids) <= MAX_NUMBER + 8
+
+
 def test_a_number_that_may_not_end_fails(grammars: Grammars) -> None:
-    """A power of ten is no multiple of 30."""
-    grammar = grammars.of(of_schema({"type": "integer", "multipleOf": 30, "minimum": 1}))
+    grammar = grammars.of(of_schema({"type": "integer", "multipleOf": 7919, "minimum": 1}))
     with pytest.raises(StructuredOutputFailed):
         write(grammar, preferring(*b"01"), temperature=0)
 

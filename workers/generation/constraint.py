@@ -84,6 +84,8 @@ class Vocabulary:
             ),
         }
 
+        #: By digits, as bytes: all that does not begin with that one.
+        self.changes = {digit: self._mask(np.array([first != digit for first in firsts])) for digit in b"0123456789"}
         #: What may begin another item of an array: outside of strings, and in them.
         self.commas = [token for token, first in enumerate(firsts) if first >= 0 and b"," in pieces[token]]
         self.closing_commas = [token for token in self.commas if b'"' in pieces[token]]
@@ -226,6 +228,8 @@ class State:
             lead, watch = self._place
             if lead is None and watch is not None and (full := watch.full) is not None:
                 ended = mask & self._vocabulary.enders[full]
+                if not ended.any() and watch.digit is not None:  # a digit over and over may never make it right
+                    ended = mask & self._vocabulary.changes[watch.digit]
                 mask = ended if ended.any() else mask
             if lead is None and watch is not None and watch.tired is not None:
                 mask = self._without_repeats(mask, watch)

@@ -45,8 +45,9 @@ class Full(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """An array or object that is open. `keys`: of an object, those so far; None: an array. Of an array, `items` are done, of
-    which the last `alike` are the same, with a checksum of `last`. `sum`, `size`: of the item around it, up to here."""
+    """An array or object that is open. `keys`: of an object, those so far; None: an array. Of an array, `items` are done, with a
+    checksum of `sum` and `size` bytes in all; the last `alike` are the same, whose own checksum is `last`. `around`: checksum
+    and bytes of the item that it is in, up to it."""
 
     keys: frozenset[str] | None
     items: int = 0
@@ -54,13 +55,21 @@ class Level:
     last: int = -1
     sum: int = 0
     size: int = 0
+    around: tuple[int, int] = (0, 0)
     tired: bool = False
 
-    def another(self, sum_: int, size: int) -> Level:
-        """With one more item."""
-        alike = self.alike + 1 if sum_ == self.last else 1
-        tired = alike >= MAX_ALIKE and alike * size >= MAX_ALIKE_BYTES
-        return replace(self, items=self.items + 1, alike=alike, last=sum_, tired=tired)
+    def another(self, item: int, size: int) -> Level:
+        """With one more item, by its checksum and bytes."""
+        alike = self.alike + 1 if item == self.last else 1
+        return replace(
+            self,
+            items=self.items + 1,
+            alike=alike,
+            last=item,
+            sum=zlib.crc32(b"%d," % item, self.sum),
+            size=self.size + size + 1,
+            tired=alike >= MAX_ALIKE and alike * size >= MAX_ALIKE_BYTES,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,11 @@ class JsonWatch:
         if self.string is not None:
             return Full.STRING if not self.escaped and _is_full(self.string) else None
         return Full.NUMBER if len(self.number) >= MAX_NUMBER or _exponent(self.number) >= MAX_EXPONENT else None
+
+    @property
+    def digit(self) -> int | None:
+        """The last one of the number it is in, as its byte."""
+        return self.number[-1] if self.number[-1:].isdigit() else None
 
     @property
     def tired(self) -> int | None:
@@ -142,12 +156,13 @@ class JsonWatch:
             if len(place.open) == MAX_DEPTH:
                 return None
             is_object = byte == b"{"[0]
-            level = Level(frozenset() if is_object else None, sum=place.sum, size=place.size)
+            level = Level(frozenset() if is_object else None, around=(place.sum, place.size))
             return JsonWatch((*place.open, level), key=is_object)
         if byte in b"]}":
-            around = place.open[-1] if place.open else Level(None)
-            outer = JsonWatch(place.open[:-1], sum=around.sum, size=around.size)
-            return replace(outer._summed(b"%c%d" % (byte, place.sum)), size=around.size + place.size + 2)
+            level = (place.open[-1] if place.open else Level(None)).another(place.sum, place.size)
+            before, size = level.around
+            written = b"%c%d" % (byte, level.sum)
+            return JsonWatch(place.open[:-1], sum=zlib.crc32(written, before), size=size + level.size + 1)
         if byte == _COMMA and place.open and (level := place.open[-1]).keys is None:
             return replace(place, open=(*place.open[:-1], level.another(place.sum, place.size)), sum=0, size=0)
         return replace(place._summed(bytes((byte,))), key=place.key or (byte == _COMMA and bool(place.open)))
