@@ -61,9 +61,9 @@ class ChatRequest(GenerationRequest, ToolFields):
             field = demand.param.partition(".")[0]
             raise InvalidRequest(f"tools and {field} exclude each other.", param=field)
         self.thinking_switch()
-        field: LimitField = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        asked = getattr(self, field)
-        max_tokens, fit = self.token_limit(asked, field, card, settings)
+        limit: LimitField = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        asked = getattr(self, limit)
+        max_tokens, fit = self.token_limit(asked, limit, card, settings)
         job = self.job(
             card,
             settings,
@@ -75,7 +75,7 @@ class ChatRequest(GenerationRequest, ToolFields):
             logprobs=self._logprobs(settings),
             max_tokens=max_tokens,
             fit_max_tokens=fit,
-            limit_field=field,
+            limit_field=limit,
             add_special=False,
         )
         return Call(

@@ -34,8 +34,9 @@ SCHEMAS: list[Any] = [
 
 def holds(schema: Any, value: Any) -> bool:
     from jsonschema import Draft202012Validator
+    from jsonschema_specifications import REGISTRY
 
-    return bool(Draft202012Validator(schema).is_valid(value))
+    return bool(Draft202012Validator(schema, registry=REGISTRY).is_valid(value))  # nothing is fetched
 
 
 @needs_jsonschema
