@@ -138,6 +138,7 @@ def _accepted(parts: Services, prepared: Prepared) -> Response:
     """A background request: nobody waits for it here. Once it is queued, it is accepted, also if the store is gone before
     it can tell more."""
     job, placement = prepared.call.job, prepared.placement
+    prepared.admission.used = lambda: None
     job_id = parts.gateway.submit(job, placement, followed=False)
     announce("x-sluice-id", job_id)
     try:

@@ -211,6 +211,25 @@ local function keep_pace(id, frame, now) -- a request ends: what it took and was
   if j.tenant and j.class then charge(j.model, j.class, j.tenant, tokens - whole(j.charged, 0, 0, 1e9)) end
 end
 
+-- A request that was let in under its key's limits (admit.lua) is over: it no longer counts as running, and tokens that
+-- were reserved and not used go back (or those used beyond are taken). A bucket that ran out of time meanwhile is full:
+-- there is nothing to put right but a debt. limit: tokens a minute, nil = none
+local function settle(key, id, limit, reserved, used)
+  local bucket, now = P .. 'limit:' .. key, clock()
+  R('ZREM', P .. 'running:' .. key, id)
+  if not limit then return end
+  local b = R('HMGET', bucket, 'tokens', 'at')
+  local t = math.min(limit, (tonumber(b[1]) or limit) + reserved - used) -- the time since `at` is counted at the next look
+  if not b[1] and t >= limit then return end
+  R('HSET', bucket, 'tokens', string.format('%.3f', t), 'at', int(tonumber(b[2]) or now))
+  R('PEXPIRE', bucket, int(math.ceil(math.max(0, limit - t) * 60000 / limit) + 120000))
+end
+
+local function settle_left(id, frame, needs, left) -- what settle.lua has left to the end; left: out of the job's hash
+  local key, limit, reserved = string.match(left or '', '^(%S+) (%d*) (%d+)$')
+  if key then settle(key, id, tonumber(limit), tonumber(reserved), tokens_of(id, frame, whole(needs, 1, 1, 1000000))) end
+end
+
 local function live_workers(model) -- their figures: lanes, free lanes, name; one that drains takes nothing
   local found = {}
   for _, w in ipairs(R('SMEMBERS', P .. 'workers')) do
@@ -281,7 +300,7 @@ end
 -- Whoever is answered that it won folds the log into the result (shared/results.py); if it cannot, sweep.lua finds the
 -- request in unkept, a zset of ids by the time of their ends.
 local function finish(id, frame, by, status)
-  local j = job(id, 'a', 'owner', 'origin', 'model', 'fp', 'class', 'tenant', 'home', 'status', 'exec', 'result_ttl', 'log_ttl', 'fanout', 'idem', 'hook')
+  local j = job(id, 'a', 'owner', 'origin', 'model', 'fp', 'class', 'tenant', 'home', 'status', 'exec', 'result_ttl', 'log_ttl', 'fanout', 'idem', 'hook', 'needs', 'limits')
   local origin, now = j[3] or '', clock()
   local ta, s = top(id)
   local a = math.max(whole(j[1], 0, 0, ATTEMPTS), ta) + 1
@@ -291,6 +310,7 @@ local function finish(id, frame, by, status)
   -- Where its other keys belong something else may lie: it ends all the same.
   if j[9] == 'queued' then pcall(unqueue, id, origin, j[4] or '', j[5], j[6], j[7]) end
   pcall(keep_pace, id, frame, now)
+  pcall(settle_left, id, frame, j[16], j[17])
   pcall(drop_execution, id, origin, j[10], j[2])
   R('HSET', 'rq:job:' .. id, 'terminal', by, 'status', status, 'a', int(a), 'ended_at', rq_time(now), 'exec', '', 'end', frame)
   R('EXPIRE', 'rq:job:' .. id, ttl)
