@@ -288,12 +288,14 @@ class Gateway:
             return {"models": models, "workers": workers, "queues": self._queues(every), "nodes": self._nodes()}
 
     def _queues(self, every: list[ModelCard]) -> list[dict[str, Any]]:
-        names = sorted(name.decode().removeprefix(keys.RQ_QUEUE) for name in self._store.smembers(keys.RQ_QUEUES))
+        names = sorted(
+            name.decode(errors="replace").removeprefix(keys.RQ_QUEUE) for name in self._store.smembers(keys.RQ_QUEUES)
+        )
         pipeline = self._store.pipeline(transaction=False)
         for name in names:
             pipeline.llen(keys.queue(name))
             pipeline.zcard(f"rq:wip:{name}")
-        resumes = [name.decode() for name in self._store.smembers(keys.RESUMES)]
+        resumes = [name.decode(errors="replace") for name in self._store.smembers(keys.RESUMES)]
         for name in resumes:
             pipeline.llen(name)
         counts = pipeline.execute()
@@ -314,7 +316,7 @@ class Gateway:
         return list(queues.values())
 
     def _nodes(self) -> list[dict[str, Any]]:
-        names = sorted(name.decode() for name in self._store.smembers(keys.PROCS))
+        names = sorted(name.decode(errors="replace") for name in self._store.smembers(keys.PROCS))
         pipeline = self._store.pipeline(transaction=False)
         for name in names:
             pipeline.exists(keys.alive(name))
@@ -341,8 +343,8 @@ class Gateway:
     def _read_knowledge(self) -> _Knowledge:
         now = time.monotonic()
         with reaching_the_store():
-            ids = sorted(item.decode() for item in self._store.smembers(keys.CARDS))
-            names = sorted(item.decode() for item in self._store.smembers(keys.WORKERS))
+            ids = sorted(item.decode(errors="replace") for item in self._store.smembers(keys.CARDS))
+            names = sorted(item.decode(errors="replace") for item in self._store.smembers(keys.WORKERS))
             pipeline = self._store.pipeline(transaction=False)
             for model in ids:
                 pipeline.hget(keys.card(model), "card")

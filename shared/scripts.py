@@ -269,4 +269,4 @@ class Scripts:
 
 
 def _text(value: bytes | int | str) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
 from shared import cards, keys
 from shared.cards import ModelCard
 from shared.errors import ModelNotFound
-from tests.conftest import Node, Store
+from tests.conftest import Node, Store, Worker, script, wait_for
 
 
 def test_a_model_that_one_process_shows_is_known_to_all(store: Store, node: Node) -> None:
@@ -32,3 +33,20 @@ def test_a_model_that_one_process_shows_is_known_to_all(store: Store, node: Node
                 continue
         else:
             pytest.fail("not known in time")
+
+
+def test_names_that_are_no_text_stop_nobody(
+    store: Store, node: Node, start_worker: Callable[..., Worker], request: pytest.FixtureRequest
+) -> None:
+    """Somebody wrote something else where names belong: requests run, the state is told, and the dead are found."""
+    sets = (keys.WORKERS, keys.PROCS, keys.CARDS, keys.RQ_QUEUES, keys.RESUMES)
+    for name in sets:
+        store.client.sadd(name, b"\xff\xfe")
+        request.addfinalizer(lambda name=name: store.client.srem(name, b"\xff\xfe"))
+    store.client.zadd(keys.UNKEPT, {b"\xff\xfe": 1})
+    request.addfinalizer(lambda: store.client.zrem(keys.UNKEPT, b"\xff\xfe"))
+    worker = start_worker()
+    assert node.submit(script("a")).read().text == "a"
+    assert [row["name"] for row in node.gateway.status()["workers"]] == [worker.name]
+    store.client.sadd(keys.WORKERS, "gone")
+    wait_for(lambda: not store.client.sismember(keys.WORKERS, "gone"), 30)

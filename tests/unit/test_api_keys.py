@@ -312,9 +312,12 @@ def test_a_store_that_lost_its_keys_does_not_open_the_door(
     assert make_app(host="0.0.0.0", insecure=True).test_client().get("/v1/models").status_code == 200
 
 
-def test_an_entry_that_is_no_key_neither_opens_nor_breaks_anything() -> None:
+def test_an_entry_that_is_no_key_neither_opens_nor_breaks_anything(locked: FlaskClient, kept: FakeKeys) -> None:
     for raw in (b"", b"{", b"[]", b'{"id": 5}', b"\xff", b'{"id":"x","requests":"many"}'):
         assert decoded(raw).revoked is not None
+    kept.table = {"\ufffd": decoded(b"{"), **kept.table}
+    assert locked.get("/v1/models", headers=bearer()).status_code == 200
+    refused(locked.get("/v1/models", headers=bearer("\x7e")), 401, "invalid_api_key")
 
 
 def test_keys_come_and_the_door_closes(make_app: Callable[..., Flask], kept: FakeKeys, clock: Clock) -> None:

@@ -212,8 +212,8 @@ def test_over_tls(receiver: ThreadingHTTPServer, tmp_path: Path, monkeypatch: py
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl on PATH to make a certificate with")
-    words = "req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=here -addext".split()
-    command = [openssl, *words, "subjectAltName=IP:127.0.0.1"]
+    words = "req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=here -addext"
+    command = [openssl, *words.split(), "subjectAltName=IP:127.0.0.1"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
