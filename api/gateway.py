@@ -168,7 +168,7 @@ class Gateway:
             jobs.to_rq(job),
             job.kind,
             "1" if placement.ahead else "",
-            "1" if placement.fanout else "",
+            "1" if placement.fanout or settings.fanout_all else "",
             placement.view,
             placement.grace_s,
             key,

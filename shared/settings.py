@@ -280,6 +280,9 @@ class Settings(BaseSettings):
     result_ttl_s: int = Field(3600, ge=1, description="How long a result is readable by id.")
     log_ttl_s: int = Field(300, ge=1, description="How long an ended stream can be replayed.")
     store_wait_s: float = Field(30, gt=0, description="How long a response waits for a store that is away.")
+    fanout_all: bool = Field(
+        False, description="Every request's frames go to its public channel, as with the field `fanout`."
+    )
     sse_heartbeat: Literal["comment", "off"] = Field("comment", description="Keep-alive and queue comments in streams.")
     sse_heartbeat_s: float = Field(8, gt=0, le=10, description="Longest silence of a stream.")
     websocket_ping_s: float = Field(
