@@ -18,7 +18,7 @@ import structlog
 from api import admission
 from api.known_jobs import KnownJobs
 from api.reaching import reaching_the_store
-from shared import cards, connection, frames, jobs, keys, results, scripts
+from shared import cards, connection, jobs, keys, results, scripts
 from shared.cards import ModelCard
 from shared.errors import (
     Cancelled,
@@ -30,6 +30,7 @@ from shared.errors import (
     SluiceError,
     StoreUnavailable,
 )
+from shared.frames import ending_with
 from shared.jobs import Job, Placement
 from shared.reaper import Reaper
 from shared.scripts import Scripts
@@ -52,13 +53,8 @@ DOUBT = 60.0
 SCRIPTED = "scripted"
 
 
-def error_frame(error: SluiceError) -> bytes:
-    """The terminal frame that ends a request with `error`."""
-    return frames.encode_frame(frames.Error.of(error))
-
-
 #: Ends what nobody follows any more.
-GONE = error_frame(Cancelled("The client hung up."))
+GONE = ending_with(Cancelled("The client hung up."))
 
 
 class _Look(NamedTuple):
@@ -196,7 +192,7 @@ class Gateway:
             error = None if look.terminal or not look.status else self._abandoned(look)
             if error is not None:
                 status = "canceled" if isinstance(error, Cancelled) else "failed"
-                ended, _ = self._scripts.end(job_id, "api", error_frame(error), status, attempt=_attempt(look.a))
+                ended, _ = self._scripts.end(job_id, "api", ending_with(error), status, attempt=_attempt(look.a))
                 if ended == 1:
                     results.keep(self._store, [job_id])
         except (redis.RedisError, StoreUnavailable) as error:
@@ -419,7 +415,7 @@ class Gateway:
     def _end_doubtful(self) -> None:
         """Nobody waits for a request that was refused, and in the background it would run to its end, beside the one that
         its client sent instead. (Others are not followed here: `_reconcile` lets go of them.)"""
-        frame = error_frame(StoreUnavailable("The store did not answer."))
+        frame = ending_with(StoreUnavailable("The store did not answer."))
         for job_id, until in list(self._doubtful.items()):
             ended, _ = self._scripts.end(job_id, "api", frame, "failed")
             if ended == 1:

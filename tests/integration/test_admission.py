@@ -13,8 +13,7 @@ import pytest
 
 from shared import keys
 from shared.errors import DeadlineExceeded, QueueFull, StoreUnavailable
-from shared.frames import Error
-from shared.reaper import terminal
+from shared.frames import Error, ending_with
 from shared.scripts import Scripts, Taken
 from tests.conftest import Node, Store, Stream, Worker, script, wait_for
 from tests.stack import SCRIPTED, Stack, endless
@@ -24,7 +23,7 @@ Open = Callable[..., Node]
 
 RUNS = script("r", repeat=0, delay_ms=20)
 QUICK = script("q")
-LATE = terminal(DeadlineExceeded("late"))
+LATE = ending_with(DeadlineExceeded("late"))
 
 
 @pytest.fixture(autouse=True)
