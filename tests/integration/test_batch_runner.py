@@ -381,6 +381,11 @@ def test_a_runner_that_waits_for_checks_can_be_stopped(place: Place, start_worke
     stopping.set()
     thread.join(10)
     assert not thread.is_alive()
+    place.stop()
+    place.start()  # another one, whose checks have room
+    shown = place.ended(batch)
+    assert shown["status"] == "cancelled" and shown["request_counts"]["completed"] == 1, "its text was there"
+    assert place.jobs() == []
 
 
 def test_nothing_is_left_of_lines_whose_counting_was_not_confirmed(place: Place, start_worker: Start) -> None:
