@@ -48,6 +48,7 @@ REAPED = ReapFrames(
 LATE = terminal(DeadlineExceeded("The request's deadline passed while it was waiting."))
 NONE_CAME = terminal(NoWorker("No worker for the model came in time."))
 NOT_TAKEN_UP = terminal(WorkerLost("The worker that had this request is gone, and no other came in time."))
+NOT_LOADED = terminal(NoWorker("The model cannot be loaded at the moment. The server's log says why."))
 ORPHANED = terminal(Cancelled("The client's server is gone, and nobody came back for the request."))
 
 
@@ -104,6 +105,7 @@ class Reaper(threading.Thread):
                 late=LATE,
                 no_worker=NONE_CAME,
                 lost=NOT_TAKEN_UP,
+                not_loaded=NOT_LOADED,
                 most=SWEPT,
                 batch_age_ms=int(self._settings.batch_age_s * 1000),
             )

@@ -12,7 +12,7 @@ from api.gateway import GONE
 from shared import keys, results
 from shared.frames import Delta, End, Frame, Name, Start, decode_entry, encode_frame, first_seq
 from shared.jobs import Job
-from shared.reaper import LATE, NONE_CAME, NOT_TAKEN_UP, ORPHANED, REAPED, Reaper
+from shared.reaper import LATE, NONE_CAME, NOT_LOADED, NOT_TAKEN_UP, ORPHANED, REAPED, Reaper
 from shared.scripts import UNKEPT_MS, Scripts, Taken
 from shared.settings import Settings
 from tests.conftest import Node, Store, Worker, script, wait_for
@@ -53,7 +53,7 @@ def take(scripts: Scripts, worker: str, fingerprint: str) -> list[str]:
 
 def sweep(store: Store, scripts: Scripts, cold_start_ms: int = 0) -> int:
     store.client.delete("sluice:sweep")
-    frames = {"late": LATE, "no_worker": NONE_CAME, "lost": NOT_TAKEN_UP}
+    frames = {"late": LATE, "no_worker": NONE_CAME, "lost": NOT_TAKEN_UP, "not_loaded": NOT_LOADED}
     return len(scripts.sweep(cold_start_ms, **frames, most=100, batch_age_ms=600_000).ended)
 
 
