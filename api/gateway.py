@@ -357,7 +357,7 @@ class Gateway:
                 pipeline.hlen(keys.lanes(name))
             answers = map(connection.unless_another_type, pipeline.execute(raise_on_error=False))
         every: list[ModelCard] = []
-        served: set[str] = set()
+        served = {model for model in self._settings.scales_from_zero if model in ids}
         failing: set[str] = set()
         for model in ids:
             raw, starter = next(answers), next(answers)

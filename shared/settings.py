@@ -271,6 +271,11 @@ class Settings(BaseSettings):
     cold_start_s: float = Field(
         120, gt=0, description="How long a request may wait for a worker that is being started."
     )
+    scales_from_zero: list[str] = Field(
+        default_factory=list,
+        description="Models for which something else than `sluice up` starts workers (KEDA): requests are accepted, and wait, also "
+        "without one (docs/scaling.md).",
+    )
     idle_s: float = Field(
         300, ge=0, description="`sluice up --workers MIN:MAX` ends a worker that has been one too many for this long."
     )
