@@ -210,6 +210,19 @@ def test_the_place_in_the_queue(store: FakeStore) -> None:
     ]  # fmt: skip
 
 
+def test_the_load_of_the_first_worker(store: FakeStore) -> None:
+    """Looked at more often than a place in a queue that moves."""
+    waiting, loading = Place(1, served=False), [Place(1, served=False, loading=percent) for percent in (0, 40, 40, 90)]
+    store.places = [waiting, *loading, Place(2)]
+    clock = Clock()
+    pieces = written(store, [*[None] * 5, *told("a")], clock)
+    assert [p for p in pieces if p.startswith(b":")] == [
+        *(b": queued position=1\n", b": loading 0 %\n", b": loading 40 %\n", b": loading 90 %\n"),
+        b": queued position=2\n",
+    ]
+    assert 2.5 <= clock() - 100 < 4
+
+
 def test_a_place_that_stays_is_said_again_as_keep_alive(store: FakeStore) -> None:
     store.places = [Place(3)] * 20
     pieces = written(store, [*[None] * 8, *told("a")], Clock())
