@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shared import keys
 from tests import batches
 from tests.conftest import script, wait_for
 from tests.scaling.worker import set_load
-from tests.stack import REAL, SCRIPTED, Stack
+from tests.stack import REAL, SCRIPTED, Stack, endless
 
 #: What a worker takes to load its model, and how long one must be too many before it goes, s.
 LOAD_S, IDLE_S = 2.0, 1.5
@@ -111,21 +112,20 @@ def test_a_batch_wakes_a_worker(scaled: Scaled) -> None:
 
 def test_a_burst_brings_one_worker_after_the_other_and_they_go_again(scaled: Scaled) -> None:
     """Never more than the most are there, and none goes that has work."""
-    set_load(scaled.data_dir, 0.5)
-    most, seen, gone = 0, set[int](), scaled.log().count(GOES)
-    texts = [script(f"{number} ", *["x "] * 60, delay_ms=150) for number in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        streams = [threads.submit(scaled.stream, text) for text in texts]
-        wait_for(lambda: scaled.at_work() == 8)
-        while not all(stream.done() for stream in streams):
-            pids = scaled.workers()
-            assert len(pids) <= 3
-            most, seen = max(most, scaled.live()), seen | set(pids)
+    set_load(scaled.data_dir, 0.2)
+    gone = scaled.log().count(GOES)
+    with ExitStack() as opened:
+        streams = [opened.enter_context(scaled.open(endless(delay_ms=100))) for _ in range(7)]
+        wait_for(lambda: scaled.live() == 3 and scaled.queue()[1] == 6, 120)
+        assert scaled.at_work() == 7, "what waits and what runs"
+        running = [stream for stream in streams if scaled.job(stream.id).json["status"] == "running"]
+        until = time.monotonic() + 2 * IDLE_S
+        while time.monotonic() < until:
+            assert len(scaled.workers()) == 3
             time.sleep(0.1)
-        for number, stream in enumerate(streams):
-            assert stream.result().text == f"{number} " + "x " * 60
-    assert most == 3 and len(seen) == 3, "and each of them did its work to the end"
-    assert scaled.at_work() == 0
+        assert len(running) == 6 and all(stream.goes_on().error is None for stream in running)
+        assert scaled.log().count(GOES) == gone
+    wait_for(lambda: scaled.at_work() == 0)
     wait_for(scaled.at_zero, 60)
     assert scaled.log().count(GOES) == gone + 3
 
