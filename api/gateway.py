@@ -33,7 +33,7 @@ from shared.errors import (
 from shared.frames import ending_with
 from shared.jobs import Job, Placement
 from shared.reaper import Reaper
-from shared.scripts import Scripts
+from shared.scripts import Place, Scripts
 from shared.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -67,11 +67,13 @@ class _Look(NamedTuple):
 
 
 class _Knowledge(NamedTuple):
-    """What is known of models and workers. `served`: ids that a live worker has or that something can start."""
+    """What is known of models and workers. `served`: ids that a live worker has or that something can start; `failing`: those of
+    them that it fails to load."""
 
     read_at: float
     cards: list[ModelCard]
     served: set[str]
+    failing: set[str]
     workers: list[dict[str, Any]]
 
 
@@ -145,6 +147,8 @@ class Gateway:
     def _check_served(self, model: str) -> None:
         if model not in self._knowledge().served and model not in self._knowledge(JUST_NOW).served:
             raise NoWorker(f"No worker serves the model {model!r} at the moment.")
+        if model in self._knowledge().failing and model in self._knowledge(JUST_NOW).failing:
+            raise NoWorker(f"The model {model!r} cannot be loaded at the moment. The server's log says why.")
 
     def _submission(self, job: Job, placement: Placement, proc: str) -> list[str | bytes | int]:
         """The arguments of submit.lua."""
@@ -207,8 +211,8 @@ class Gateway:
             return DeadlineExceeded("The request's deadline passed.")
         return None
 
-    def position(self, job_id: str) -> tuple[int, float | None] | None:
-        """Place in the queue over all tenants, 1 = next, and the seconds it may take if a rate is known; None: not waiting."""
+    def position(self, job_id: str) -> Place | None:
+        """Place in the queue over all tenants; None: not waiting."""
         with reaching_the_store():
             return self._scripts.place(job_id)
 
@@ -273,7 +277,7 @@ class Gateway:
 
     def status(self) -> dict[str, Any]:
         """Models, workers, queues and API processes, as `GET /v1/status` shows them; at most JUST_NOW old."""
-        _, every, served, workers = self._knowledge(JUST_NOW)
+        _, every, served, _, workers = self._knowledge(JUST_NOW)
         live: dict[str, int] = {}
         for worker in workers:
             live[worker["model"]] = live.get(worker["model"], 0) + 1
@@ -344,20 +348,23 @@ class Gateway:
             pipeline = self._store.pipeline(transaction=False)
             for model in ids:
                 pipeline.hget(keys.card(model), "card")
-                pipeline.exists(keys.starter(model))
+                pipeline.get(keys.starter(model))
             for name in names:
                 pipeline.exists(keys.lease(name))
                 pipeline.hgetall(keys.stat(name))
                 pipeline.hlen(keys.lanes(name))
             answers = map(connection.unless_another_type, pipeline.execute(raise_on_error=False))
         every: list[ModelCard] = []
-        served: set[str] = set()
+        served = {model for model in self._settings.scales_from_zero if model in ids}
+        failing: set[str] = set()
         for model in ids:
             raw, starter = next(answers), next(answers)
             if raw and (card := _card(raw)) is not None:
                 every.append(card)
             if starter:
                 served.add(model)
+                if starter.startswith(b"failed"):
+                    failing.add(model)
         workers: list[dict[str, Any]] = []
         for name in names:
             lease, stat, busy = next(answers), next(answers), next(answers)
@@ -365,7 +372,8 @@ class Gateway:
                 continue
             workers.append(worker)
             served.add(worker["model"])
-        return _Knowledge(now, every, served, workers)
+            failing.discard(worker["model"])
+        return _Knowledge(now, every, served, failing, workers)
 
     # -- heartbeat
 

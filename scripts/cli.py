@@ -24,7 +24,7 @@ from scripts.key_commands import KeyRefused
 from scripts.up import CannotStart, Options, base_url, parse_workers, up
 from shared.settings import WrongSettings, given
 
-BENCHMARKS = ("engine", "serve", "relay", "queue", "batch", "chaos", "exllamav2")
+BENCHMARKS = ("engine", "serve", "relay", "queue", "batch", "chaos", "coldstart", "exllamav2")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,12 +54,17 @@ def up_command(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     api_workers: Annotated[int | None, typer.Option(help="API processes.")] = None,
-    workers: Annotated[str, typer.Option(metavar="MIN:MAX", help="Workers of each engine; 0:0 for none.")] = "1:1",
+    workers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MIN:MAX", help="Workers of each engine, by what waits; may be given once for each. [1:1]"
+        ),
+    ] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = None,
 ) -> None:
     """Store, API and workers on this machine, until Ctrl-C."""
-    low, high = parse_workers(workers)
-    options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), low, high)
+    ranges = tuple(map(parse_workers, workers or ("1:1",)))
+    options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), ranges)
     raise typer.Exit(up(options, given(host=host, port=port, api_workers=api_workers, insecure=insecure)))
 
 
@@ -140,7 +145,7 @@ def smoke_command(context: typer.Context) -> None:
 
 @app.command("bench", context_settings=_PASS_ON)
 def bench_command(context: typer.Context) -> None:
-    """Benchmarks: engine, serve, relay, queue, batch, chaos, exllamav2; --json FILE for the numbers."""
+    """Benchmarks: engine, serve, relay, queue, batch, chaos, coldstart, exllamav2; --json FILE for the numbers."""
     name, *arguments = context.args or [""]
     if name not in BENCHMARKS:
         raise CannotStart(f"Usage: bench NAME [--json FILE], NAME one of: {', '.join(BENCHMARKS)}.")

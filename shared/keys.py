@@ -131,8 +131,19 @@ def tokenizer(sha: str) -> str:
 
 
 def starter(model: str) -> str:
-    """string, present while something is known that starts workers for the model."""
+    """string, present while something is known that starts workers for the model: `up` and who says so, or `failed` and who, as
+    long as what it starts fails to load the model."""
     return f"{PREFIX}starter:{model}"
+
+
+def work(model: str) -> str:
+    """set of the ids that wait or run: what a model has to do."""
+    return f"{PREFIX}work:{model}"
+
+
+def loading(model: str) -> str:
+    """hash of the workers that load the model. See `loading.lua`."""
+    return f"{PREFIX}loading:{model}"
 
 
 def file(file_id: str) -> str:

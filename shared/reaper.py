@@ -43,6 +43,7 @@ REAPED = ReapFrames(
 LATE = ending_with(DeadlineExceeded("The request's deadline passed while it was waiting."))
 NONE_CAME = ending_with(NoWorker("No worker for the model came in time."))
 NOT_TAKEN_UP = ending_with(WorkerLost("The worker that had this request is gone, and no other came in time."))
+NOT_LOADED = ending_with(NoWorker("The model cannot be loaded at the moment. The server's log says why."))
 ORPHANED = ending_with(Cancelled("The client's server is gone, and nobody came back for the request."))
 
 
@@ -99,6 +100,7 @@ class Reaper(threading.Thread):
                 late=LATE,
                 no_worker=NONE_CAME,
                 lost=NOT_TAKEN_UP,
+                not_loaded=NOT_LOADED,
                 most=SWEPT,
                 batch_age_ms=int(self._settings.batch_age_s * 1000),
             )

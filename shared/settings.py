@@ -271,6 +271,14 @@ class Settings(BaseSettings):
     cold_start_s: float = Field(
         120, gt=0, description="How long a request may wait for a worker that is being started."
     )
+    scales_from_zero: list[str] = Field(
+        default_factory=list,
+        description="Models for which something else than `sluice up` starts workers (KEDA): requests are accepted, and wait, also "
+        "without one (docs/scaling.md).",
+    )
+    idle_s: float = Field(
+        300, ge=0, description="`sluice up --workers MIN:MAX` ends a worker that has been one too many for this long."
+    )
     drain_s: float = Field(30, ge=0, description="How long a stopping process lets its running requests go on.")
     stall_s: float = Field(
         30, gt=0, description="A worker whose engine gets nowhere for this long, with requests running, exits."

@@ -159,6 +159,7 @@ class LaneWorker(SimpleWorker):
         finaliser = threading.Thread(target=self._finalise, name="finaliser", daemon=True)
         heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
         self._write_stat()
+        self._scripts.loading(self.name, self._card.id, None)
         for thread in (self._emitter, finaliser, heartbeat, self._control, self._taker, self._reaper):
             thread.start()
         log.info("worker_ready", worker=self.name, model=self._card.id, lanes=self._card.lanes)

@@ -22,6 +22,7 @@ from api.relay.inspection import Holds, Inspector
 from shared.errors import LogLost, SluiceError, StructuredOutputFailed, WorkerShutdown, revive
 from shared.frames import Error, Frame, Name, Take
 from shared.jobs import Job, Placement
+from shared.scripts import Place
 
 log = structlog.get_logger(__name__)
 
@@ -164,8 +165,8 @@ class Exchange:
             raise _raised(self.builder.error)
         return self.builder.response()
 
-    def position(self) -> tuple[int, float | None] | None:
-        """Place in the queue, 1 = next, and the seconds it may take; None: not waiting, or nobody knows."""
+    def position(self) -> Place | None:
+        """Place in the queue; None: not waiting, or nobody knows."""
         if self.builder.taken:
             return None
         try:

@@ -280,6 +280,10 @@ local function fullness() -- the used part of the store's memory, 0 to 1; 0 = no
   return share
 end
 
+local function at_work(model) -- set of the requests of a model that wait or run: its size is what scales workers (docs/scaling.md)
+  return P .. 'work:' .. model
+end
+
 local function announce(url, kind, about, now) -- a webhook, to be sent by a courier within three days
   local event = 'evt_' .. redis.sha1hex(about .. kind)
   R('HSET', P .. 'hook:' .. event, 'url', url, 'kind', kind, 'about', about, 'created', math.floor(now / 1000))
@@ -308,6 +312,7 @@ local function finish(id, frame, by, status)
   R('XADD', log, int(a) .. '-' .. (s + 1), 'f', '[' .. frame .. ']')
   R('EXPIRE', log, math.min(whole(j[12], 300, 1, YEARS), fullness() > 0.6 and 60 or YEARS))
   -- Where its other keys belong something else may lie: it ends all the same.
+  if j[4] then redis.pcall('SREM', at_work(j[4]), id) end
   if j[9] == 'queued' then pcall(unqueue, id, origin, j[4] or '', j[5], j[6], j[7]) end
   pcall(keep_pace, id, frame, now)
   pcall(settle_left, id, frame, j[16], j[17])

@@ -14,6 +14,7 @@ from shared.cards import ModelCard
 from shared.errors import ModelNotFound, SluiceError
 from shared.frames import End, Error, Frame, Name
 from shared.jobs import Job, Placement
+from shared.scripts import Place
 
 CARD = ModelCard(
     id="scripted", engine="scripted", context=1000, vocab_size=65536, lanes=4, fingerprint="fp", aliases=("alias",)
@@ -73,7 +74,7 @@ class FakeStore:
         self.placements: list[Placement] = []
         self.detached: list[str] = []
         self.open_subscriptions: dict[str, FakeSubscription] = {}
-        self.places: list[tuple[int, float | None] | None] = []
+        self.places: list[Place | None] = []
         self.alive = True
         self.calls: list[str] = []
         self.tokenizers: dict[str, str] = {}
@@ -105,7 +106,7 @@ class FakeStore:
     def leave(self) -> None:
         self.calls.append("leave")
 
-    def position(self, job_id: str) -> tuple[int, float | None] | None:
+    def position(self, job_id: str) -> Place | None:
         return self.places.pop(0) if self.places else None
 
     def cards(self) -> list[ModelCard]:
