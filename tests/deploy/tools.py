@@ -76,7 +76,9 @@ def believing(whole: Path) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(whole))
 
 
-def nginx_conf(folder: Path, certificate: tuple[Path, Path], *, port: int, upstream: int, read_timeout: str = "") -> Path:
+def nginx_conf(
+    folder: Path, certificate: tuple[Path, Path], *, port: int, upstream: int, read_timeout: str = ""
+) -> Path:
     """The example as a whole configuration, its names and addresses replaced by those of this machine."""
     text = swap(
         NGINX.read_text(encoding="utf-8"),
