@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import simple_websocket
