@@ -94,6 +94,7 @@ def test_the_api_starts_with_a_key_only(store: int, tmp_path: Path) -> None:
     api = subprocess.Popen([*sluice, "api"], cwd=tmp_path, env=given)
     try:
         wait_for(lambda: subprocess.run(health, env=given, capture_output=True, timeout=60).returncode == 0, timeout=60)
+        assert [Client(port).call("GET", path).status for path in ("/health", "/ready")] == [200, 200]
         assert Client(port).call("GET", "/v1/models").status == 401
         assert Client(port, made.stdout.strip()).call("GET", "/v1/models").status == 200
     finally:
