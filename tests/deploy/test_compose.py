@@ -16,6 +16,7 @@ import yaml
 
 from scripts import ports
 from scripts.store import server_binary
+from shared import connection
 from tests.conftest import wait_for
 from tests.deploy import tools
 from tests.stack import Client
@@ -41,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     )
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "STORE_PASSWORD": PASSWORD, "STORE_MEMORY": "1gb"}
     process = subprocess.Popen([*service("store")["entrypoint"], text], env=environment, stdout=subprocess.DEVNULL)
-    client = redis.Redis(port=port, password=PASSWORD)
+    client = connection.connect(f"redis://:{PASSWORD}@127.0.0.1:{port}/0")
     try:
         wait_for(lambda: answers(client))
         yield port

@@ -112,7 +112,7 @@ def caddyfile(folder: Path, certificate: tuple[Path, Path], *, port: int, upstre
         ("reverse_proxy 127.0.0.1:8000 {", f"reverse_proxy 127.0.0.1:{upstream} {{"),
     )
     whole = folder / "Caddyfile"
-    options = "{\n\tadmin off\n\tauto_https disable_redirects\n\tskip_install_trust\n}\n"
+    options = "{\n\tadmin off\n\tauto_https disable_redirects\n\tdefault_sni 127.0.0.1\n}\n"
     whole.write_text(options + text, encoding="utf-8")
     return whole
 
