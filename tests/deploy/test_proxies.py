@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import socket
 import ssl
 import statistics
 import subprocess
@@ -125,12 +126,12 @@ def test_who_hangs_up_frees_the_lane(proxied: Proxied, served: Stack) -> None:
 
 
 def test_a_websocket_passes_and_an_idle_one_stays(proxied: Proxied) -> None:
-    socket = simple_websocket.Client(f"wss://127.0.0.1:{proxied.port}/v1/stream", ssl_context=proxied.context)
+    client = simple_websocket.Client(f"wss://127.0.0.1:{proxied.port}/v1/stream", ssl_context=proxied.context)
 
     def ask(prompt: str) -> str:
-        socket.send(json.dumps(body(prompt, SCRIPTED, {})))
+        client.send(json.dumps(body(prompt, SCRIPTED, {})))
         text = ""
-        while (message := strict_json(socket.receive(ANSWER_S))) != {"done": True}:
+        while (message := strict_json(client.receive(ANSWER_S))) != {"done": True}:
             assert "error" not in message, message
             text += "".join(choice["text"] for choice in message.get("data", {}).get("choices", ()))
         return text
@@ -138,10 +139,13 @@ def test_a_websocket_passes_and_an_idle_one_stays(proxied: Proxied) -> None:
     try:
         assert ask(script("one ", "two")) == "one two"
         # pings keep it open for longer than nginx waits
-        assert socket.receive(READ_TIMEOUT_S + 2) is None
+        assert client.receive(READ_TIMEOUT_S + 2) is None
         assert ask(script("three")) == "three"
     finally:
-        socket.close()
+        # its reading thread ends before its descriptor can be another connection's
+        client.sock.shutdown(socket.SHUT_RDWR)
+        client.thread.join(10)
+        client.sock.close()
 
 
 def test_the_server_knows_that_the_client_spoke_tls(proxied: Proxied) -> None:
