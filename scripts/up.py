@@ -42,7 +42,6 @@ from workers.engines.exllamav2.directory import ModelDirectory
 from workers.engines.exllamav2.errors import LoadError
 from workers.engines.exllamav2.options import ExLlamaV2Options, check_loras
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
-from workers.engines.llamacpp.model import find_gguf
 
 ENGINES = ("llamacpp", "exllamav2", "scripted")
 
@@ -381,6 +380,8 @@ def _check_engines(made: Sequence[Pool], settings: Settings) -> None:
         if pool.engine == "exllamav2" and pool.model is not None:
             _check_gpu_engine(pool.model, settings)
         if pool.engine == "llamacpp" and pool.model is not None:
+            from workers.engines.llamacpp.model import find_gguf  # numpy, which a machine with only the API lacks
+
             try:
                 find_gguf(pool.model)
             except OSError as error:

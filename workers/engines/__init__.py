@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shared.errors import InvalidRequest
 from shared.settings import Settings
-from workers.engines.base import Engine
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID, find_carried_model
+
+if TYPE_CHECKING:  # the `sluice` command comes by here on machines without what engines need
+    from workers.engines.base import Engine
 
 
 def make(kind: str, model: str | None, settings: Settings) -> Engine:
