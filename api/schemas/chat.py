@@ -16,6 +16,7 @@ from api.schemas.tools import ToolFields
 from shared import jobs
 from shared.cards import ModelCard
 from shared.errors import InvalidRequest, UnsupportedParameter
+from shared.jobs import LimitField
 from shared.settings import Settings
 
 #: What OpenAI's API had before tools.
@@ -60,7 +61,7 @@ class ChatRequest(GenerationRequest, ToolFields):
             field = demand.param.partition(".")[0]
             raise InvalidRequest(f"tools and {field} exclude each other.", param=field)
         self.thinking_switch()
-        field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        field: LimitField = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         asked = getattr(self, field)
         max_tokens, fit = self.token_limit(asked, field, card, settings)
         job = self.job(
@@ -74,6 +75,7 @@ class ChatRequest(GenerationRequest, ToolFields):
             logprobs=self._logprobs(settings),
             max_tokens=max_tokens,
             fit_max_tokens=fit,
+            limit_field=field,
             add_special=False,
         )
         return Call(
@@ -83,7 +85,6 @@ class ChatRequest(GenerationRequest, ToolFields):
             self.return_tokens_as_token_ids,
             asked if fit else None,
             self.placement(settings),
-            limit_field=field,
             demand=demand,
         )
 
