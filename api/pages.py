@@ -62,4 +62,5 @@ def answer(body: bytes, content_type: str) -> Response:
     """To the current request, which may have a copy already (304)."""
     response = Response(body, content_type=content_type, headers=HEADERS)
     response.set_etag(hashlib.sha256(body).hexdigest()[:32])
-    return response.make_conditional(request)
+    response.make_conditional(request)
+    return response
