@@ -2,8 +2,6 @@
 
 import { TokenList } from "/web/tokens.js";
 
-const FINISHES = { stop: "finished by itself", length: "cut at the longest length", tool_calls: "called a tool" };
-
 /** `className`: of the text. `actions`: [words, function of the answer] of the buttons below it. */
 export class Answer {
   #said = document.createElement("div");
@@ -56,7 +54,7 @@ export class Answer {
     this.element.setAttribute("aria-busy", "false");
     const list = document.createElement("dl");
     list.className = "figures";
-    for (const [name, value] of [["end", FINISHES[finish] ?? finish], ...figures]) {
+    for (const [name, value] of [["finish", finish], ...figures]) {
       const group = document.createElement("div");
       group.append(document.createElement("dt"), document.createElement("dd"));
       group.firstChild.textContent = name;

@@ -20,7 +20,8 @@ const card = new TokenCard(found("token-card"));
 
 /** The chat so far: {role, content, element}, the system message not included. */
 let turns = [];
-let answers = [];
+/** What is on the page, by mode. */
+const answers = { raw: [], chat: [] };
 let run = null;
 
 const mode = () => checked("mode");
@@ -75,12 +76,10 @@ async function send() {
 async function sendPrompt() {
   const asked = request();
   found("answers").replaceChildren();
-  answers = [];
-  for (let i = 0; i < (asked.body.n || 1); i += 1) {
-    answers.push(new Answer({ className: "mono", card, actions: [["Copy", copy], ["Add to the prompt", addToPrompt]] }));
-    found("answers").append(answers[i].element);
-  }
-  await follow(asked, answers);
+  answers.raw = Array.from({ length: asked.body.n || 1 }, () =>
+    new Answer({ className: "mono", card, actions: [["Copy", copy], ["Add to the prompt", addToPrompt]] }));
+  found("answers").append(...answers.raw.map((answer) => answer.element));
+  await follow(asked, answers.raw);
 }
 
 async function sendMessage() {
@@ -93,13 +92,13 @@ async function sendMessage() {
   if (written) addTurn("user", written, userTurn(written));
   found("message").value = "";
   const answer = new Answer({ card, actions: [["Copy", copy]] });
-  answers.push(answer);
+  answers.chat.push(answer);
   const turn = addTurn("assistant", "", answer.element);
   const problem = await follow(asked, [answer]);
   turn.content = answer.text;
   if (problem && answer.empty) {
     dropTurn();
-    answers.pop();
+    answers.chat.pop();
     if (written) {
       dropTurn();
       found("message").value = written;
@@ -134,7 +133,7 @@ function dropTurn() {
 async function answerAgain() {
   if (run || turns.at(-1)?.role !== "assistant") return;
   dropTurn();
-  answers.pop();
+  answers.chat.pop();
   await send();
 }
 
@@ -199,11 +198,11 @@ function figures(usage, clock) {
   const shown = [];
   if (usage) {
     const cached = usage.prompt_tokens_details?.cached_tokens;
-    shown.push(["prompt", `${usage.prompt_tokens} tokens${cached ? ` (${cached} cached)` : ""}`], ["answer", `${usage.completion_tokens} tokens`]);
+    shown.push(["prompt", `${usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`], ["completion", usage.completion_tokens]);
   }
-  if (clock.first) shown.push(["first token after", seconds(clock.first - clock.began)]);
+  if (clock.first) shown.push(["first token", seconds(clock.first - clock.began)]);
   if (usage && clock.last > clock.first && usage.completion_tokens > 1) {
-    shown.push(["speed", `${(((usage.completion_tokens - 1) * 1000) / (clock.last - clock.first)).toFixed(1)} tokens/s`]);
+    shown.push(["tokens/s", (((usage.completion_tokens - 1) * 1000) / (clock.last - clock.first)).toFixed(1)]);
   }
   return shown;
 }
@@ -240,7 +239,7 @@ function showMode() {
   found("raw").hidden = chat;
   found("chat").hidden = !chat;
   found("n-field").hidden = chat;
-  found("form").classList.toggle("chatting", chat);
+  found("output").hidden = chat;
   history.replaceState(null, "", chat ? "#chat" : location.pathname);
   showAgain();
   showViews();
@@ -248,7 +247,7 @@ function showMode() {
 
 function showViews() {
   const view = checked("view");
-  for (const answer of answers) answer.show(view);
+  for (const answer of answers[mode()]) answer.show(view);
   found("legend").hidden = view !== "tokens";
 }
 
@@ -280,15 +279,15 @@ function hideProblem() {
 
 function clear() {
   if (run) return;
-  if (mode() === "raw") found("prompt").value = "";
-  while (turns.length) dropTurn();
-  found("message").value = "";
-  found("answers").replaceChildren();
-  answers = [];
+  const input = found(mode() === "raw" ? "prompt" : "message");
+  input.value = "";
+  answers[mode()] = [];
+  if (mode() === "raw") found("answers").replaceChildren();
+  else while (turns.length) dropTurn();
   hideProblem();
   say("");
   showAgain();
-  found(mode() === "raw" ? "prompt" : "message").focus();
+  input.focus();
 }
 
 // ---- copies
