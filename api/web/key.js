@@ -60,7 +60,7 @@ async function openWithKey(event) {
   }
   const page = new DOMParser().parseFromString(await response.text(), "text/html");
   history.pushState(null, "", address);
-  addEventListener("popstate", () => location.reload());
+  addEventListener("popstate", () => location.pathname === "/docs" || location.reload());
   document.replaceChild(document.adoptNode(page.documentElement), document.documentElement);
   scrollTo(0, 0);
 }

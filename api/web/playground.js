@@ -33,7 +33,7 @@ async function loadModels() {
   try {
     models = (await (await call("/v1/models")).json()).data;
   } catch (error) {
-    await report(error);
+    report(error);
     return;
   }
   const select = found("model");
@@ -168,7 +168,6 @@ async function follow(asked, into) {
   } catch (error) {
     problem = error;
     say("");
-    await report(error);
   }
   run = null;
   showRunning(false);
@@ -177,6 +176,7 @@ async function follow(asked, into) {
     if (problem && answer.empty) answer.element.remove();
   });
   showViews();
+  if (problem) report(problem);
   return problem;
 }
 
@@ -251,7 +251,7 @@ function showViews() {
   found("legend").hidden = view !== "tokens";
 }
 
-async function report(error) {
+function report(error) {
   const problem = found("problem");
   const message = document.createElement("p");
   message.textContent = error.message;
@@ -265,10 +265,13 @@ async function report(error) {
     mark(error.param, "problem");
   }
   problem.hidden = false;
-  if (error.status === 401 && (await askForKey(error.message))) {
-    hideProblem();
-    await loadModels();
-  }
+  if (error.status === 401) askAndGoOn(error.message);
+}
+
+async function askAndGoOn(reason) {
+  if (!(await askForKey(reason))) return;
+  hideProblem();
+  await loadModels();
 }
 
 function hideProblem() {
