@@ -73,7 +73,7 @@ export class TokenCard {
     this.#element = element;
     element.addEventListener("pointerenter", () => clearTimeout(this.#leaving));
     element.addEventListener("pointerleave", () => this.hide());
-    addEventListener("scroll", () => this.hide(), { passive: true });
+    addEventListener("scroll", () => this.#follow(), { passive: true });
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.hide());
   }
 
@@ -105,6 +105,13 @@ export class TokenCard {
     this.#element.replaceChildren(alternatives(token));
     this.#element.hidden = false;
     this.#place(element.getClientRects()[0]);
+  }
+
+  #follow() {
+    if (this.#of === null) return;
+    const token = this.#of.getClientRects()[0];
+    if (token && token.bottom > 0 && token.top < innerHeight) this.#place(token);
+    else this.hide();
   }
 
   /** Under the token, or above it where there is no room. Lengths in px of the window. */
