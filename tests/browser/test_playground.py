@@ -414,9 +414,16 @@ def test_a_server_with_keys_asks_for_one_and_gets_it_from_this_tab_only(locked: 
     assert page.evaluate("sessionStorage.length") == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_no_barriers_and_nothing_too_wide(stack: Stack, visit: Open, scheme: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        pytest.param(DESK, "light", id="desk-light"),
+        pytest.param(PHONE, "dark", id="phone-dark"),
+        pytest.param(DESK, "dark", id="desk-dark", marks=pytest.mark.slow),
+        pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.slow),
+    ],
+)
+def test_no_barriers_and_nothing_too_wide(stack: Stack, visit: Open, size: tuple[int, int], scheme: str) -> None:
     opened = visit(stack, size=size, color_scheme=scheme, refused=(400,))
     page = opened.page
     settings(page)
