@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 from flask import Flask
 
-from api import edge, errors
+from api import edge, errors, pages
 from api.auth import Gate
 from api.batches.records import BatchRecords
 from api.chat_prompt import ChatPrompts
@@ -22,6 +22,7 @@ from api.relay.hub import Hub
 from api.relay.watcher import Watcher
 from api.routes import batches, chat, completions, health, jobs, models, reference, sockets, status, tokens
 from api.routes import files as files_routes
+from api.routes import pages as pages_routes
 from api.services import EXTENSION, Services
 from api.templating import Renderer
 from api.thinking import Shapes
@@ -60,7 +61,8 @@ def create_app(
     app.url_map.merge_slashes = False
     app.url_map.redirect_defaults = False
     app.config["SOCK_SERVER_OPTIONS"] = sockets.options(settings)
-    gate = Gate(settings, keyring or Keyring(None))
+    assets = pages.assets()
+    gate = Gate(settings, keyring or Keyring(None), assets)
     renderer = Renderer()
     files = FileStore.of(settings)
     tokenizers = Tokenizers(gateway.tokenizer)
@@ -80,9 +82,10 @@ def create_app(
         files=files,
         file_records=FileRecords(store, files),
         batches=BatchRecords(store, settings.lease_s),
+        assets=assets,
     )
     resources = (completions, chat, jobs, files_routes, batches, sockets, models, tokens, health, status, reference)
-    for module in resources:
+    for module in (*resources, pages_routes):
         app.register_blueprint(module.blueprint)
     app.register_blueprint(jobs.chat_blueprint)
     errors.install(app)

@@ -444,6 +444,15 @@ OPERATIONS = (
         description="503 while it stops, and while the store does not answer. Needs no key.",
         errors=(503,),
     ),
+    Operation(
+        "get",
+        "/",
+        "playground",
+        "The playground, a page to try models on",
+        None,
+        description="Needs no key: it asks for one.",
+        media="text/html",
+    ),
     Operation("get", "/openapi.json", "openapi", "This document", None),
     Operation("get", "/docs", "docs", "This document, to be read", None, media="text/html"),
 )

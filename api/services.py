@@ -15,6 +15,7 @@ from api.file_store import FileStore
 from api.gateway import Gateway
 from api.lifecycle import Lifecycle
 from api.limits import Limits
+from api.pages import Asset
 from api.relay.grace import Graces
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
@@ -45,6 +46,7 @@ class Services:
     files: FileStore
     file_records: FileRecords
     batches: BatchRecords
+    assets: dict[str, Asset]
 
     def close(self, *, left_behind: bool) -> None:
         """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so
