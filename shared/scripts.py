@@ -21,7 +21,7 @@ from shared.jobs import VERSION
 NAMES = (
     *("submit", "take", "emit", "end", "put_back", "attach", "detach", "beat", "book", "release", "leave"),
     *("reap", "reap_proc", "sweep", "wanted", "place", "page", "keep"),
-    *("admit", "settle"),
+    *("admit", "settle", "count"),
     *("ended", "forget", "file_delete", "hooks", "hook_done"),
     *("batch_create", "batch_take", "batch_beat", "batch_begin", "batch_commit", "batch_end", "batch_cancel"),
 )
