@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shared import keys
 from shared.scripts import Scripts
 from tests import batches
-from tests.conftest import ROOT, Store, script, wait_for
+from tests.conftest import Store, script, wait_for
 from tests.contract.schemas import check_error
-from tests.stack import SCRIPTED, Answer, Client, Stack, endless, said
-
-
-def run_keys(environment: dict[str, str], *words: str) -> Any:
-    """`sluice keys ... --json`."""
-    command = [sys.executable, "-m", "scripts.cli", "keys", *words, "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.stack import SCRIPTED, Answer, Client, Stack, endless, run_keys, said
 
 
 def refused(answer: Answer, status: int, code: str | None) -> None:
