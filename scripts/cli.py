@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts import batch_commands, key_commands
+from scripts import batch_commands, key_commands, top
 from scripts.batch_commands import BatchRefused
 from scripts.carried_model import ModelUnavailable
 from scripts.client import Client, ServerError, ServerUnreachable
@@ -129,6 +129,17 @@ def models_command(
     for row in rows:
         table.add_row(*(str(row.get(column, "")) for column in columns))
     Console().print(table)
+
+
+@app.command("top")
+def top_command(
+    url: Url = None,
+    api_key: ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="As it is now, and no more.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The server's JSON, once.")] = False,
+) -> None:
+    """Queues, workers, latencies and running requests of a running server, live."""
+    top.top(Client(url or base_url(given()), api_key, timeout_s=top.PATIENCE_S), once=once, as_json=as_json)
 
 
 app.add_typer(batch_commands.app, name="batch")

@@ -23,6 +23,10 @@ BATCHES_OPEN = PREFIX + "batches-open"
 HOOKS = PREFIX + "hooks"
 #: zset of the requests that have ended and whose results nobody has kept yet, by the time of their ends, ms.
 UNKEPT = PREFIX + "unkept"
+#: hash of all that was counted (`shared/measures.py`).
+COUNTS = PREFIX + "counts"
+#: stream of the last requests, where the request monitor is on: entries with one field `d`, JSON.
+RECENT = PREFIX + "recent"
 #: API keys: hash digest -> key, a string that changes with it, and hash id -> when it was last used. Not below PREFIX, so
 #: that a user of the store may have all of that and none of these.
 KEYS = "sluice-keys"
@@ -72,6 +76,11 @@ def resume(model: str, fingerprint: str) -> str:
 def served(model: str, klass: str) -> str:
     """zset of tenants, waiting or not: the tokens they were served. Whoever comes back goes on from there."""
     return f"{PREFIX}served:{model}:{klass}"
+
+
+def lately(minute: int) -> str:
+    """hash: of COUNTS the histograms, and of them what was counted in that minute since 1970."""
+    return f"{PREFIX}lately:{minute}"
 
 
 def pace(model: str) -> str:

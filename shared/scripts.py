@@ -22,7 +22,7 @@ NAMES = (
     *("submit", "take", "emit", "end", "put_back", "attach", "detach", "beat", "book", "release", "leave"),
     *("reap", "reap_proc", "sweep", "wanted", "place", "page", "keep"),
     *("loading", "demand"),
-    *("admit", "settle"),
+    *("admit", "settle", "count"),
     *("ended", "forget", "file_delete", "hooks", "hook_done"),
     *("batch_create", "batch_take", "batch_beat", "batch_begin", "batch_commit", "batch_end", "batch_cancel"),
 )

@@ -301,6 +301,13 @@ class Settings(BaseSettings):
         "for one message, is gone.",
     )
 
+    # Watching it
+    request_monitor: bool = Field(
+        False,
+        description="Show the last 100 requests on /monitor, with the beginnings of prompts and texts, to keys with the scope `admin` "
+        "(without keys: to all). They lie in the store for `result_ttl_s`.",
+    )
+
     # Logs
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
 

@@ -19,6 +19,7 @@ from api.relay.cursor import BEGIN, Behind, Cursor
 from api.relay.grace import Graces
 from api.relay.hub import SHORT, Hub, Subscription
 from api.relay.inspection import Holds, Inspector
+from api.relay.observer import Observer
 from shared.errors import LogLost, SluiceError, StructuredOutputFailed, WorkerShutdown, revive
 from shared.frames import Error, Frame, Name, Take
 from shared.jobs import Job, Placement
@@ -34,7 +35,7 @@ LONGEST_WAIT = 60.0
 
 class Exchange:
     """Follows one job: a new one, to be submitted, or with `subscription` one that is in the store already, from
-    `cursor` on. `holds` says of finished texts whether they are what they were to be. Then either `run` or `first_events` and `next_events`; `close` in any case."""
+    `cursor` on. `holds` says of finished texts whether they are what they were to be; `observer` measures. Then either `run` or `first_events` and `next_events`; `close` in any case."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Exchange:
         placement: Placement = Placement(),  # noqa: B008 - frozen
         subscription: Subscription | None = None,
         cursor: Cursor = BEGIN,
+        observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = job
@@ -59,6 +61,7 @@ class Exchange:
         self._lifecycle = lifecycle
         self._graces = graces
         self._clock = clock
+        self._observer = observer
         self._inspector = Inspector(job, holds)
         self._behind = Behind(builder, cursor)
         self._reach_by = clock() + SHORT
@@ -122,6 +125,8 @@ class Exchange:
         if not self._behind.reached:
             timeout = max(0.0, min(timeout, self._reach_by - self._clock()))
         got = self._subscription.get(timeout)
+        if got is not None and self._observer is not None:
+            self._observer.feed(got[1], self._subscription.ready_at)
         new = None if got is None else self._inspected(*got)
         if not self._behind.reached and (self.builder.ended or self._clock() >= self._reach_by):
             raise LogLost("The store does not have what this client saw of the stream.")
@@ -189,6 +194,8 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
+        if self._observer is not None and self._followed:
+            self._observer.close(self.builder)
         self._lifecycle.unfollow(self)
         if self._left_behind:
             self._followed = False

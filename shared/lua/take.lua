@@ -52,7 +52,8 @@ local mean = whole(figure(model, 'tokens'), 1, 1, 1e9) -- what a request is char
 local function account(id, j, score) -- score: its tenant's, when its turn came
   R('HSET', 'rq:job:' .. id, 'taken', int(now))
   if not (j.class and j.tenant) then return end
-  if not j.charged then
+  if not j.charged then -- its first take
+    observe('queue_time', of_class(j.class, model), math.max(0, now - whole(j.queued, now, 0, now)), now)
     R('HSET', 'rq:job:' .. id, 'charged', mean)
     charge(model, j.class, j.tenant, mean)
   end

@@ -6,6 +6,7 @@ Only for tests of what a client sees; the real ones have tests of their own.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ class FakeSubscription:
         self._last = Name(5, 0)
         self.closed = False
         self.pushed = True
+        self.ready_at = time.monotonic()
 
     def push(self, item: Frame | list[Frame] | Exception) -> None:
         if isinstance(item, Exception):

@@ -23,7 +23,7 @@ from tests.unit.fakes import FakeStore
 
 SECRET = "sk-sluice-" + "a1" * 32
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
-OPEN = {(method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready", "/")}
+OPEN = {(method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready", "/", "/monitor")}
 
 
 class FakeKeys:
