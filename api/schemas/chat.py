@@ -62,7 +62,8 @@ class ChatRequest(GenerationRequest, ToolFields):
             raise InvalidRequest(f"tools and {form} exclude each other.", param=form)
         self.thinking_switch()
         limit: LimitField = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        max_tokens, fit = self.token_limit(getattr(self, limit), limit, card, settings)
+        asked = getattr(self, limit)
+        max_tokens, fit = self.token_limit(asked, limit, card, settings)
         job = self.job(
             card,
             settings,
