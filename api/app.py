@@ -29,6 +29,7 @@ from api.tokenizers import Tokenizers
 from shared import connection
 from shared.api_keys import KeyStore
 from shared.settings import Settings
+from shared.tracing import make_tracer
 
 
 def create_app(
@@ -63,6 +64,7 @@ def create_app(
     gate = Gate(settings, keyring or Keyring(None))
     renderer = Renderer()
     files = FileStore.of(settings)
+    tracer = make_tracer("sluice-api")
     tokenizers = Tokenizers(gateway.tokenizer)
     app.extensions[EXTENSION] = Services(
         settings,
@@ -80,13 +82,14 @@ def create_app(
         files=files,
         file_records=FileRecords(store, files),
         batches=BatchRecords(store, settings.lease_s),
+        tracer=tracer,
     )
     resources = (completions, chat, jobs, files_routes, batches, sockets, models, tokens, health, status, reference)
     for module in resources:
         app.register_blueprint(module.blueprint)
     app.register_blueprint(jobs.chat_blueprint)
     errors.install(app)
-    edge.install(app, settings, gate)
+    edge.install(app, settings, gate, tracer)
     app.wsgi_app = Edge(app.wsgi_app, lifecycle)  # type: ignore[method-assign]
     return app
 

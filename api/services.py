@@ -21,6 +21,7 @@ from api.relay.watcher import Watcher
 from api.templating import Renderer
 from api.tokenizers import Tokenizers
 from shared.settings import Settings
+from shared.tracing import Tracer
 
 #: Their name among the app's extensions.
 EXTENSION = "sluice"
@@ -45,6 +46,7 @@ class Services:
     files: FileStore
     file_records: FileRecords
     batches: BatchRecords
+    tracer: Tracer
 
     def close(self, *, left_behind: bool) -> None:
         """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so
@@ -54,6 +56,7 @@ class Services:
         self.hub.stop()
         if not (left_behind or self.graces.kept()):
             self.gateway.leave()
+        self.tracer.close()
 
 
 def services() -> Services:
