@@ -64,7 +64,7 @@ def lane_of(taken: Taken, card: ModelCard, engine: Engine, grammars: Grammars | 
     return Lane.failed(placeholder, taken.name, refused, **_placed(taken))
 
 
-def _told(taken: Taken) -> dict[str, str]:
+def _told(taken: Taken) -> dict[str, Any]:
     """What a job says for logs and traces, if it can be read."""
     try:
         job = from_rq(taken.data)
