@@ -23,11 +23,11 @@ SOURCE = source()
 
 
 def quoted() -> list[str]:
-    """Messages and events: what stands in the first column of "It does not start" and "In the logs", and sentences elsewhere."""
+    """Messages, codes and events: what stands in the first two columns of the tables."""
     found = []
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| `") or line.startswith("| 5") or line.startswith("| 4"):
+        if line.startswith(("| `", "| 5", "| 4")):
             found += [text for cell in cells[:2] for text in re.findall(r"`([^`]+)`", cell)]
     return sorted(set(found))
 
