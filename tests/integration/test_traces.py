@@ -149,7 +149,7 @@ def test_one_trace_from_the_clients_span_over_both_processes(traced: Stack, coll
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_an_attempt_after_another_links_to_it(traced: Stack, collector: Collector, how: signal.Signals) -> None:
     trace = f"{how.value:032x}"
-    with traced.open(endless(delay=0.02), headers={"traceparent": f"00-{trace}-{CALLER}-01"}) as stream:
+    with traced.open(endless(delay_ms=20), headers={"traceparent": f"00-{trace}-{CALLER}-01"}) as stream:
         stream.goes_on(3)
         owner = next(w["name"] for w in traced.status()["workers"] if w["busy"])
         with traced.store() as store:

@@ -90,7 +90,7 @@ def one(client: Client, number: int) -> str:
     """A request's text: streamed or not, of either kind of answer."""
     if number % 3 == 0:
         return client.complete(script(*PIECES, str(number))).text
-    stream = client.stream(script(*PIECES, str(number), delay=0.01), timeout=90)
+    stream = client.stream(script(*PIECES, str(number), delay_ms=10), timeout=90)
     assert stream.done == 1 and stream.error is None, stream
     return stream.text
 
