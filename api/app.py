@@ -48,6 +48,7 @@ from shared import connection
 from shared.api_keys import KeyStore
 from shared.counts import Counts
 from shared.settings import Settings
+from shared.tracing import make_tracer
 
 
 def create_app(
@@ -89,6 +90,7 @@ def create_app(
     gate = Gate(settings, keyring or Keyring(None), assets)
     renderer = Renderer()
     files = FileStore.of(settings)
+    tracer = make_tracer("sluice-api")
     tokenizers = Tokenizers(gateway.tokenizer)
     app.extensions[EXTENSION] = Services(
         settings,
@@ -112,13 +114,14 @@ def create_app(
         monitor=Monitor(store, gateway, counts),
         recent=recent,
         teller=teller,
+        tracer=tracer,
     )
     resources = (completions, chat, jobs, files_routes, batches, sockets, models, tokens, health, status, reference)
     for module in (*resources, metrics, monitor, pages_routes):
         app.register_blueprint(module.blueprint)
     app.register_blueprint(jobs.chat_blueprint)
     errors.install(app)
-    edge.install(app, settings, gate, counts)
+    edge.install(app, settings, gate, counts, tracer)
     app.wsgi_app = Edge(app.wsgi_app, lifecycle)  # type: ignore[method-assign]
     return app
 

@@ -27,6 +27,7 @@ from api.templating import Renderer
 from api.tokenizers import Tokenizers
 from shared.counts import Counts
 from shared.settings import Settings
+from shared.tracing import Tracer
 
 #: Their name among the app's extensions.
 EXTENSION = "sluice"
@@ -57,6 +58,7 @@ class Services:
     monitor: Monitor
     recent: Recent
     teller: Teller | None
+    tracer: Tracer
 
     def close(self, *, left_behind: bool) -> None:
         """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so
@@ -68,6 +70,7 @@ class Services:
             self.teller.stop()
         if not (left_behind or self.graces.kept()):
             self.gateway.leave()
+        self.tracer.close()
 
 
 def services() -> Services:

@@ -20,7 +20,7 @@ from api.admission import read_deadline
 from api.answering import LettingGo, described, streamed
 from api.auth import caller
 from api.body import read_json
-from api.edge import admit, announce, asks_for, tell_ignored, tenant
+from api.edge import admit, announce, asks_for, tell_ignored, tell_job, tenant
 from api.headers import GRACE, KEY, read_grace, read_key
 from api.kinds import Kind, check
 from api.known_jobs import KnownJob
@@ -32,6 +32,7 @@ from api.relay.observer import Observer
 from api.relay.view import View
 from api.schemas.generation import Call
 from api.services import Services, services
+from api.visit import visit
 from shared.cards import ModelCard
 from shared.errors import Cancelled, StoreUnavailable, WorkerShutdown
 from shared.jobs import Job, Placement
@@ -64,6 +65,7 @@ class Prepared:
             holds=parts.constraints.holds,
             placement=self.placement,
             observer=Observer(parts.counts, job, self.began, follower=follower),
+            relaying=visit().relaying,
         )
         builder = exchange.builder
         self.admission.used = lambda: builder.tokens_used
@@ -86,6 +88,7 @@ def prepare(
     tell_ignored(ignored, strict=parts.settings.strict_fields)
     call, card, view, rooms, idle = check(parts, kind, body)
     asks_for(card.id)
+    call = call.with_job(_traced(call.job))
     if idle is not None:
         tell_ignored([*ignored, idle])
     if rooms is not None and call.fit_from is not None and min(rooms) < call.fit_from:
@@ -104,6 +107,12 @@ def prepare(
     return Prepared(call, card, view, placement, admission, fitted=rooms is not None, began=began)
 
 
+def _traced(job: Job) -> Job:
+    """The job with what tells whose it is: to the logs and traces of whoever runs it."""
+    visit().asks(job)
+    return msgspec.structs.replace(job, request_id=visit().request_id, trace=visit().span.traceparent)
+
+
 def answer(kind: Kind[Any]) -> Response:
     """The response to the current request, as JSON or as a stream."""
     parts = services()
@@ -119,7 +128,7 @@ def answer(kind: Kind[Any]) -> Response:
     try:
         letting_go.watch(request.environ.get("gunicorn.socket"))
         job_id = exchange.submit()
-        announce("x-sluice-id", job_id)
+        tell_job(job_id)
         if job_id != call.job.id:
             letting_go()
             exchange = _earlier(parts, job_id)
@@ -149,7 +158,7 @@ def _accepted(parts: Services, prepared: Prepared) -> Response:
     job, placement = prepared.call.job, prepared.placement
     prepared.admission.used = lambda: None
     job_id = parts.gateway.submit(job, placement, followed=False)
-    announce("x-sluice-id", job_id)
+    tell_job(job_id)
     try:
         known = parts.gateway.known.find(job_id, placement.tenant)
     except StoreUnavailable:
@@ -169,6 +178,7 @@ def _earlier(parts: Services, job_id: str) -> Exchange:
         lifecycle=parts.lifecycle,
         graces=parts.graces,
         holds=parts.constraints.holds,
+        relaying=visit().relaying,
     )
 
 

@@ -7,6 +7,7 @@ The one place that knows all the command lines. What it finds wrong before anyth
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from scripts import carried_model, ports
@@ -139,7 +141,7 @@ def pools(options: Options) -> list[Pool]:
 
 def up(options: Options, settings: Settings, report: Callable[[str], None] | None = None) -> int:
     """Runs the stack until a signal ends it; returns the exit status. From the main thread. Raises CannotStart."""
-    log = Log()
+    log = Log(as_json=settings.log_format == "json")
     made = pools(options)
     if settings.redis_url is None and not settings.data_dir.exists():  # a store that is yet to be made has no keys
         _check_exposure(settings, keys=False)
@@ -187,10 +189,12 @@ def _check_exposure(settings: Settings, *, keys: bool) -> None:
 
 
 class Log:
-    """Lines of several processes on one standard output, each with the name of whose it is."""
+    """Lines of several processes on one standard output, each with the name of whose it is. `as_json`: one object each;
+    those that are objects already stay as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_json: bool = False) -> None:
         self._lock = threading.Lock()
+        self._as_json = as_json
 
     def say(self, line: str) -> None:
         self.hear("up", line)
@@ -198,10 +202,20 @@ class Log:
     def hear(self, name: str, line: str) -> None:
         with self._lock:
             try:
-                print(f"{name:<11} | {line}", flush=True)
+                print(_as_object(name, line) if self._as_json else f"{name:<11} | {line}", flush=True)
             except (OSError, ValueError):
                 # Nobody reads any more (a closed pipe or terminal): the children must not notice.
                 return
+
+
+def _as_object(name: str, line: str) -> str:
+    try:
+        if isinstance(json.loads(line), dict):
+            return line
+    except ValueError:
+        pass
+    now = datetime.now(UTC).isoformat()
+    return json.dumps({"event": line, "level": "info", "timestamp": now, "process": name}, ensure_ascii=False)
 
 
 class ReadyWatch(threading.Thread):

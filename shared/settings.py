@@ -310,6 +310,10 @@ class Settings(BaseSettings):
 
     # Logs
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least level that is logged.")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto",
+        description="json: one JSON object a line, also of `sluice up` itself. auto: text on a terminal, else JSON.",
+    )
 
     @field_validator("trusted_proxies")
     @classmethod

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     except WrongSettings as error:
         print(error, file=sys.stderr)
         return 2
-    logs.configure(settings.log_level, process="worker")
+    logs.configure(settings.log_level, settings.log_format, process="worker")
     if not settings.redis_url:
         print("REDIS_URL is not set: start everything with `sluice up`, or set it to the store's URL.", file=sys.stderr)
         return 2

@@ -34,6 +34,8 @@ from shared.frames import End, Error
 from shared.reaper import Reaper, reap_worker
 from shared.scripts import Scripts
 from shared.settings import Settings
+from shared.tracing import make_tracer
+from workers.attempts import Attempts
 from workers.control import Control
 from workers.emitter import Emitter
 from workers.engine_loop import EngineLoop
@@ -107,6 +109,7 @@ class LaneWorker(SimpleWorker):
         self._card = card
         self._tokenizer = tokenizer
         self._loop = loop
+        self._attempts = Attempts(make_tracer("sluice-worker"), self._name, card.id)
         self._lanes: dict[str, Lane] = {}
         #: Lanes whose end was the request's, and until when they are kept.
         self._ended: dict[str, tuple[Lane, float]] = {}
@@ -183,6 +186,7 @@ class LaneWorker(SimpleWorker):
         self._leave()
         self._loop.stop()
         self._loop.join(FLUSH)
+        self._attempts.close()
         return 0
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
@@ -260,6 +264,7 @@ class LaneWorker(SimpleWorker):
             return list(self._lanes.values())
 
     def _accept(self, lane: Lane) -> None:
+        self._attempts.begun(lane)
         with self._lock:
             self._lanes[lane.job.id] = lane
         if lane.terminal is None:
@@ -275,6 +280,7 @@ class LaneWorker(SimpleWorker):
             del self._lanes[lane.job.id]
             if won:
                 self._ended[lane.job.id] = (lane, time.monotonic() + KEPT)
+        self._attempts.over(lane, won)
         self._loop.drop(lane.job.id, lane.attempt)
         self._over.put((lane, won, self.name))
         self._taker.freed.set()

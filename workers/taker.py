@@ -60,8 +60,17 @@ def lane_of(taken: Taken, card: ModelCard, engine: Engine, grammars: Grammars | 
     except Exception:
         log.exception("job_unreadable", job=taken.id)
         refused = InternalError()
-    placeholder = Job(id=taken.id, model=card.id, prompts=[""], seed=0, created=0)
+    placeholder = Job(id=taken.id, model=card.id, prompts=[""], seed=0, created=0, **_told(taken))
     return Lane.failed(placeholder, taken.name, refused, **_placed(taken))
+
+
+def _told(taken: Taken) -> dict[str, Any]:
+    """What a job says for logs and traces, if it can be read."""
+    try:
+        job = from_rq(taken.data)
+    except (SluiceError, RecursionError):
+        return {}
+    return {"request_id": job.request_id, "trace": job.trace}
 
 
 def _placed(taken: Taken) -> dict[str, Any]:
