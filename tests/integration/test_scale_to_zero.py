@@ -155,6 +155,7 @@ def test_another_worker_is_started_for_one_that_is_killed_while_it_loads(scaled:
         assert (stream.text, stream.error) == ("ok", None)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_told_to_who_waits(scaled: Scaled) -> None:
     """Long before `cold_start_s`, and to who comes then at once; it is tried again for the next after a while."""
     set_load(scaled.data_dir, None)
