@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = given(**vars(options))
         if not settings.redis_url:
             raise StoreRefused("No store is configured: set REDIS_URL, or use `sluice up`, which starts one.")
-        logs.configure(settings.log_level, process="api")
+        logs.configure(settings.log_level, settings.log_format, process="api")
         for warning in check_store(settings.redis_url):
             log.warning("store", message=warning)
         serve(settings)

@@ -20,9 +20,13 @@ from api.body import close_after, leftover_is_large, linger
 from api.cors import tell_origin
 from api.lifecycle import Lifecycle
 from api.limits import RATE_HEADERS, Admission, Limits
+from api.visit import VISIT, Visit, visit
+from shared.counts import Counts
 from shared.errors import InvalidRequest, UnsupportedParameter
 from shared.jobs import Job
+from shared.measures import OTHER
 from shared.settings import Settings
+from shared.tracing import Tracer
 
 _REQUEST_ID = re.compile(r"[ -~]{1,128}")
 _IGNORABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -44,36 +48,58 @@ class Edge:
         if len(path) > 1 and path.endswith("/"):
             environ["PATH_INFO"] = path[:-1]
         self._lifecycle.begin()
-        try:
-            return ClosingIterator(self._app(environ, start_response), self._lifecycle.end)
-        except BaseException:
+
+        def end() -> None:
             self._lifecycle.end()
+            if VISIT in environ:
+                environ[VISIT].close()
+
+        try:
+            return ClosingIterator(self._app(environ, start_response), end)
+        except BaseException:
+            end()
             raise
 
 
-def install(app: Flask, settings: Settings, gate: Gate) -> None:
+def install(app: Flask, settings: Settings, gate: Gate, counts: Counts, tracer: Tracer) -> None:
     origins = frozenset(settings.cors_origins)
 
     @app.before_request
     def arrive() -> None:
-        g.started = time.perf_counter()
-        g.request_id = _request_id()
+        route = request.url_rule.rule if request.url_rule is not None else ""
+        traceparent = request.headers.get("traceparent", "")
+        g.visit = request.environ[VISIT] = Visit(tracer, request.method, route, traceparent, _request_id())
         _check_framing()
         gate.enter()
 
     @app.after_request
     def leave(response: Response) -> Response:
-        response.headers["x-request-id"] = g.request_id
-        response.headers["openai-processing-ms"] = str(round((time.perf_counter() - g.started) * 1000))
+        visit().answered(response.status_code)
+        response.headers["x-request-id"] = visit().request_id
+        response.headers["openai-processing-ms"] = str(round((time.perf_counter() - visit().began) * 1000))
         response.headers.update(told())
         if "admission" in g:
             response.call_on_close(g.admission.settle)  # behind those of the route: it has let go of the job by then
+        _count(counts, response)
         tell_origin(response, origins)
         if leftover_is_large(request.environ):
             close_after(request.environ)
             connection = request.environ.get("gunicorn.socket")
             response.call_on_close(lambda: linger(connection))
         return response
+
+
+def _count(counts: Counts, response: Response) -> None:
+    """For the metrics; how long it took, when the last byte is out."""
+    endpoint = request.url_rule.rule if request.url_rule is not None else OTHER
+    counts.add("http_requests", [endpoint, f"{response.status_code // 100}xx", g.get("model", "")])
+    duration, began = counts.histogram("http_request_duration", endpoint), visit().began
+    response.call_on_close(lambda: duration.observe(time.perf_counter() - began))
+
+
+def asks_for(model: str) -> None:
+    """The id of the model that the current request is for, where that is one."""
+    g.model = model
 
 
 def tenant() -> str:
@@ -98,6 +124,12 @@ def admit(limits: Limits, job: Job) -> Admission:
 def announce(header: str, value: str) -> None:
     """Puts one of Sluice's own headers on this request's response, also if that turns out to be an error."""
     setattr(g, header, value)
+
+
+def tell_job(job_id: str) -> None:
+    """Names the job that this request is about: in x-sluice-id, and to who reads logs and traces."""
+    announce("x-sluice-id", job_id)
+    visit().of_job(job_id)
 
 
 def told() -> dict[str, str]:

@@ -20,6 +20,7 @@ import gevent.pool
 import gevent.server
 import structlog
 from gunicorn.app.base import BaseApplication
+from gunicorn.glogging import Logger
 from gunicorn.http.errors import ParseException
 from gunicorn.workers.ggevent import GeventWorker
 
@@ -57,6 +58,15 @@ def serve(settings: Settings, make_app: AppFactory | None = None) -> None:
     _Server(settings, make_app or (lambda settings, watcher: create_app(settings, watcher=watcher))).run()
 
 
+class _Logger(Logger):  # type: ignore[misc]
+    """What gunicorn itself has to say, among our lines and in their form (`shared/logs.py`)."""
+
+    def setup(self, cfg: Any) -> None:
+        super().setup(cfg)
+        self.error_log.handlers.clear()
+        self.error_log.propagate = True
+
+
 class _Server(BaseApplication):  # type: ignore[misc]
     """gunicorn's application object: its configuration, and the app of each process."""
 
@@ -82,7 +92,9 @@ class _Server(BaseApplication):  # type: ignore[misc]
             "forwarder_headers": "",  # and none may say which path was asked for (SCRIPT_NAME, PATH_INFO)
             "accesslog": None,
             "errorlog": "-",
-            "loglevel": settings.log_level.lower(),
+            "logger_class": _Logger,
+            # at its debug level it says paths, which may hold anything
+            "loglevel": "info" if settings.log_level == "DEBUG" else settings.log_level.lower(),
             "preload_app": False,
             "control_socket_disable": True,
             "proc_name": "sluice-api",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -16,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts import batch_commands, key_commands
+from scripts import batch_commands, key_commands, top
 from scripts.batch_commands import BatchRefused
 from scripts.carried_model import ModelUnavailable
 from scripts.client import Client, ServerError, ServerUnreachable
@@ -24,11 +25,15 @@ from scripts.key_commands import KeyRefused
 from scripts.up import CannotStart, Options, base_url, parse_workers, up
 from shared.settings import WrongSettings, given
 
-BENCHMARKS = ("engine", "serve", "relay", "queue", "batch", "chaos", "exllamav2")
+BENCHMARKS = ("engine", "serve", "relay", "queue", "batch", "chaos", "coldstart", "exllamav2")
+
+
+class NotText(Exception):
+    """What should be a prompt is none."""
+
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="OpenAI-compatible completions from a queue.",
@@ -40,6 +45,18 @@ Url = Annotated[
     str | None, typer.Option("--url", envvar="SLUICE_URL", help="Server to talk to. Default: the one settings name.")
 ]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="SLUICE_API_KEY", help="Key, if the server wants one.")]
+#: Longest wait for a server that is to complete a model's name, s.
+COMPLETION_WAIT = 0.5
+
+
+def model_names(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: the ids that begin so, of the server that the command line names; none if it does not answer at once."""
+    given_url, key = (context.params.get(name) for name in ("url", "api_key"))
+    try:
+        server = Client(given_url or base_url(given()), key, timeout_s=COMPLETION_WAIT)
+        return [model for model in server.models() if model.startswith(incomplete)]
+    except (ServerUnreachable, ServerError, WrongSettings, OSError, TypeError, KeyError):
+        return []
 
 
 @app.command("up")
@@ -54,12 +71,17 @@ def up_command(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     api_workers: Annotated[int | None, typer.Option(help="API processes.")] = None,
-    workers: Annotated[str, typer.Option(metavar="MIN:MAX", help="Workers of each engine; 0:0 for none.")] = "1:1",
+    workers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MIN:MAX", help="Workers of each engine, by what waits; may be given once for each. [1:1]"
+        ),
+    ] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = None,
 ) -> None:
     """Store, API and workers on this machine, until Ctrl-C."""
-    low, high = parse_workers(workers)
-    options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), low, high)
+    ranges = tuple(map(parse_workers, workers or ("1:1",)))
+    options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), ranges)
     raise typer.Exit(up(options, given(host=host, port=port, api_workers=api_workers, insecure=insecure)))
 
 
@@ -77,31 +99,52 @@ def worker_command(context: typer.Context) -> None:
 
 @app.command("complete")
 def complete_command(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, or for -, standard input.")] = None,
     url: Url = None,
     api_key: ApiKey = None,
-    model: Annotated[str | None, typer.Option(help="Model id. Default: the server's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model id. Default: the server's.", autocompletion=model_names)
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate, at most.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 for the likeliest token each time.")] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="The server's JSON, one event a line.")] = False,
 ) -> None:
-    """A completion from a running server."""
-    if prompt is None:
-        if sys.stdin.isatty():
-            print("Reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
-        prompt = sys.stdin.read()
+    """A completion from a running server. Standard output gets its text and nothing else, into a pipe not even a newline."""
+    if prompt is None or prompt == "-":
+        prompt = _standard_input()
     asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     body: dict[str, Any] = {"prompt": prompt, **{k: v for k, v in asked.items() if v is not None}}
     client = Client(url or base_url(given()), api_key)
     answers = client.stream("/v1/completions", body) if stream else iter([client.post("/v1/completions", body)])
     for answer in answers:
         if as_json:
-            print(json.dumps(answer, ensure_ascii=False), flush=True)
+            _write(json.dumps(answer, ensure_ascii=False) + "\n")
         else:
-            print("".join(c.get("text") or "" for c in answer.get("choices", ())), end="", flush=True)
-    if not as_json:
-        print()
+            _write("".join(choice.get("text") or "" for choice in answer.get("choices", ())))
+    if not as_json and sys.stdout.isatty():
+        _write("\n")
+
+
+def _standard_input() -> str:
+    """Raises NotText."""
+    if sys.stdin.isatty():
+        print("Reading the prompt from the terminal; end it with Ctrl-D.", file=sys.stderr)
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise NotText(f"The prompt on standard input is not UTF-8 (byte {error.start}).") from None
+
+
+def _write(text: str) -> None:
+    """In UTF-8, whatever the terminal's locale: texts hold all of Unicode. If the reader has left (`| head`), this process dies
+    of it, as programs do; its connection closes, which cancels the request."""
+    try:
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
 
 
 @app.command("models")
@@ -126,6 +169,17 @@ def models_command(
     Console().print(table)
 
 
+@app.command("top")
+def top_command(
+    url: Url = None,
+    api_key: ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="As it is now, and no more.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The server's JSON, once.")] = False,
+) -> None:
+    """Queues, workers, latencies and running requests of a running server, live."""
+    top.top(Client(url or base_url(given()), api_key, timeout_s=top.PATIENCE_S), once=once, as_json=as_json)
+
+
 app.add_typer(batch_commands.app, name="batch")
 app.add_typer(key_commands.app, name="keys")
 
@@ -140,7 +194,7 @@ def smoke_command(context: typer.Context) -> None:
 
 @app.command("bench", context_settings=_PASS_ON)
 def bench_command(context: typer.Context) -> None:
-    """Benchmarks: engine, serve, relay, queue, batch, chaos, exllamav2; --json FILE for the numbers."""
+    """Benchmarks: engine, serve, relay, queue, batch, chaos, coldstart, exllamav2; --json FILE for the numbers."""
     name, *arguments = context.args or [""]
     if name not in BENCHMARKS:
         raise CannotStart(f"Usage: bench NAME [--json FILE], NAME one of: {', '.join(BENCHMARKS)}.")
@@ -167,6 +221,7 @@ def main() -> None:
         KeyRefused,
         WrongSettings,
         ModelUnavailable,
+        NotText,
         ServerUnreachable,
         ServerError,
     ) as error:

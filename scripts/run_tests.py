@@ -28,6 +28,7 @@ CHECKS = {
     "ruff format": ("-m", "ruff", "format", "--check", "--quiet", "."),
     "mypy": ("-m", "mypy"),
     "import rules": ("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"),
+    "known vulnerabilities": ("-m", "scripts.audit"),
 }
 
 #: Tests mostly wait for processes that start, stop and sleep. Those of a file share what they have started.

@@ -20,7 +20,7 @@ from shared.structured import Constraint
 from shared.tool_calls import Tools
 
 #: The version of jobs that this code reads. A job says from which one on it is understood: a worker that would overlook what
-#: it asks for leaves it to others. 2: with a constraint, cuts, or reasoning.
+#: it asks for leaves it to others. 2: with a constraint, cuts, or reasoning. (docs/protocol.md has the rules.)
 VERSION = 2
 #: The only function name a job may carry (RQ wants one; nothing is imported by it).
 FUNCTION = "sluice.completion"
@@ -77,7 +77,8 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     ascending, at which it is tokenised in parts, so that no control token written in a message becomes one.
     `reasoning`: how the text's reasoning is told from the rest, None if it is not.
     `tools`: how calls of tools are told from the rest of it, None if they are not. `constraint`: what each choice's text
-    must be. `created`: s, the API's clock.
+    must be. `created`: s, the API's clock. `request_id`: of the HTTP request, for the logs. `trace`: the W3C `traceparent`
+    below which its spans belong, "" if there is none. A worker may overlook these two.
 
     A chat is a job with one prompt, which the model's template has made of its messages.
     """
@@ -106,6 +107,8 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     skip_special: bool = True
     params: SamplingParams = SamplingParams()
     constraint: Constraint | None = None
+    request_id: str = ""
+    trace: str = ""
 
     @property
     def version(self) -> int:

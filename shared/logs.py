@@ -1,4 +1,7 @@
-"""Structured logs: one line an event on stderr, readable on a terminal, JSON elsewhere.
+"""Structured logs: one line an event on stderr, readable on a terminal, JSON elsewhere or where the settings say so.
+
+Lines about a request carry its `request_id` (of the HTTP request), its id `job`, or both; the two stand together in the line
+`request` of the API and in each `attempt` of a worker.
 
 What libraries say through `logging` comes out the same way. Tracebacks come without the frames' local variables:
 prompts, texts and passwords stand in those.
@@ -8,19 +11,28 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Literal
 
 import structlog
 import structlog.tracebacks
 
+Format = Literal["auto", "json", "text"]
 
-def configure(level: str, *, process: str) -> None:
-    """Sets up the logs of a process; `process` (api, worker, up) stands in every line."""
+
+def configure(level: str, form: Format = "auto", *, process: str) -> None:
+    """Sets up the logs of a process; `process` (api, worker, batches) stands in every line. `auto`: text on a terminal."""
+
+    def name_process(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["process"] = process  # not a context variable: new threads begin with none
+        return event
+
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        name_process,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    final = _final(terminal=sys.stderr.isatty())
+    final = _final(terminal=form == "text" or (form == "auto" and sys.stderr.isatty()))
     number = logging.getLevelNamesMapping()[level]
     structlog.configure(
         processors=[*shared, *final],
@@ -36,12 +48,13 @@ def configure(level: str, *, process: str) -> None:
         )
     )
     logging.basicConfig(level=max(number, logging.INFO), handlers=[handler], force=True)
-    structlog.contextvars.bind_contextvars(process=process)
 
 
 def _final(*, terminal: bool) -> list[structlog.typing.Processor]:
     if terminal:
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        return [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        ]
     transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [
         structlog.processors.ExceptionRenderer(transformer),

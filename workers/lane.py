@@ -148,6 +148,11 @@ class Lane:
         return self.dropped or self.handing_over or self.terminal is not None
 
     @property
+    def tokens(self) -> int:
+        """Sampled so far, over all choices and attempts."""
+        return sum(choice.ids for choice in self._choices)
+
+    @property
     def gives_way(self) -> bool:
         """It is batch work: interactive requests that wait may have its place."""
         return self.fields.get(b"class") == b"batch"
@@ -156,6 +161,11 @@ class Lane:
     def closing(self) -> bool:
         """Once all is written, the request is ended or given back."""
         return self.terminal is not None or self.handing_over
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that are done."""
+        return [choice.finished.reason for choice in self._choices if choice.finished is not None]
 
     def requests(self) -> list[EngineRequest]:
         """One engine request for each choice that is not done, in the order of the choices."""
@@ -335,7 +345,7 @@ class Lane:
     def _end(self) -> None:
         now = time.monotonic()
         prompt = sum(len(prompt.ids) for prompt in self._prompts)
-        completion = sum(choice.ids for choice in self._choices)
+        completion = self.tokens
         cached = sum(self._cached.get(index, 0) for index in range(0, self.job.choices, self.job.candidates))
         usage = {
             "prompt_tokens": prompt,

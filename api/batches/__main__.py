@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = given()
         if not settings.redis_url:
             raise StoreRefused("No store is configured: set REDIS_URL, or use `sluice up`, which starts one.")
-        logs.configure(settings.log_level, process="batches")
+        logs.configure(settings.log_level, settings.log_format, process="batches")
         for warning in check_store(settings.redis_url):
             log.warning("store", message=warning)
     except (WrongSettings, StoreRefused) as error:

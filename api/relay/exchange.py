@@ -19,9 +19,12 @@ from api.relay.cursor import BEGIN, Behind, Cursor
 from api.relay.grace import Graces
 from api.relay.hub import SHORT, Hub, Subscription
 from api.relay.inspection import Holds, Inspector
+from api.relay.observer import Observer
 from shared.errors import LogLost, SluiceError, StructuredOutputFailed, WorkerShutdown, revive
 from shared.frames import Error, Frame, Name, Take
 from shared.jobs import Job, Placement
+from shared.scripts import Place
+from shared.tracing import Span
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +36,8 @@ LONGEST_WAIT = 60.0
 
 class Exchange:
     """Follows one job: a new one, to be submitted, or with `subscription` one that is in the store already, from
-    `cursor` on. `holds` says of finished texts whether they are what they were to be. Then either `run` or `first_events` and `next_events`; `close` in any case."""
+    `cursor` on. `holds` says of finished texts whether they are what they were to be; `observer` measures. `relaying`
+    begins a span, at the first frames. Then either `run` or `first_events` and `next_events`; `close` in any case."""
 
     def __init__(
         self,
@@ -48,6 +52,8 @@ class Exchange:
         placement: Placement = Placement(),  # noqa: B008 - frozen
         subscription: Subscription | None = None,
         cursor: Cursor = BEGIN,
+        observer: Observer | None = None,
+        relaying: Callable[[], Span] = Span,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = job
@@ -58,6 +64,9 @@ class Exchange:
         self._lifecycle = lifecycle
         self._graces = graces
         self._clock = clock
+        self._observer = observer
+        self._relaying = relaying
+        self._relay: Span | None = None
         self._inspector = Inspector(job, holds)
         self._behind = Behind(builder, cursor)
         self._reach_by = clock() + SHORT
@@ -79,6 +88,7 @@ class Exchange:
         holds: Holds,
         cursor: Cursor = BEGIN,
         grace_s: int | None = None,
+        relaying: Callable[[], Span] = Span,
     ) -> Exchange:
         """Follows a request that this process has attached to; `grace_s`: for this client, else as for its first.
 
@@ -99,6 +109,7 @@ class Exchange:
             placement=Placement(background=known.background, grace_s=known.grace_s if grace_s is None else grace_s),
             subscription=subscription,
             cursor=cursor,
+            relaying=relaying,
         )
 
     def submit(self) -> str:
@@ -121,6 +132,10 @@ class Exchange:
         if not self._behind.reached:
             timeout = max(0.0, min(timeout, self._reach_by - self._clock()))
         got = self._subscription.get(timeout)
+        if got is not None and self._observer is not None:
+            self._observer.feed(got[1], self._subscription.ready_at)
+        if got is not None and self._relay is None:
+            self._relay = self._relaying()
         new = None if got is None else self._inspected(*got)
         if not self._behind.reached and (self.builder.ended or self._clock() >= self._reach_by):
             raise LogLost("The store does not have what this client saw of the stream.")
@@ -164,8 +179,8 @@ class Exchange:
             raise _raised(self.builder.error)
         return self.builder.response()
 
-    def position(self) -> tuple[int, float | None] | None:
-        """Place in the queue, 1 = next, and the seconds it may take; None: not waiting, or nobody knows."""
+    def position(self) -> Place | None:
+        """Place in the queue; None: not waiting, or nobody knows."""
         if self.builder.taken:
             return None
         try:
@@ -188,6 +203,10 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
+        if self._observer is not None and self._followed:
+            self._observer.close(self.builder)
+        if self._relay is not None:
+            self._relay.end("" if self.builder.error is None else str(self.builder.error.error.get("code")))
         self._lifecycle.unfollow(self)
         if self._left_behind:
             self._followed = False

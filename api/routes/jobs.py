@@ -11,13 +11,14 @@ from collections.abc import Collection
 from flask import Blueprint, Response, request
 
 from api.answering import LettingGo, described, streamed
-from api.edge import announce, visible_tenant
+from api.edge import tell_job, visible_tenant
 from api.headers import GRACE, read_grace
 from api.known_jobs import KnownJob
 from api.relay.cursor import BEGIN, Cursor
 from api.relay.exchange import STATUS_WAIT, Exchange
 from api.relay.hub import SHORT, ClientGone
 from api.services import Services, services
+from api.visit import visit
 from shared.errors import (
     Cancelled,
     InvalidRequest,
@@ -44,7 +45,7 @@ def _routes(name: str, kind: str, path: str) -> Blueprint:
         if stream:
             return _stream(parts, job_id, kind)
         known = _find(parts, job_id, visible_tenant(), (kind,))
-        announce("x-sluice-id", known.job.id)
+        tell_job(known.job.id)
         return described(parts, known)
 
     @made.post(f"{path}/<job_id>/cancel")
@@ -52,7 +53,7 @@ def _routes(name: str, kind: str, path: str) -> Blueprint:
         """Ends the request if it has not ended; the request as it is then."""
         parts = services()
         known = cancelled(parts, job_id, visible_tenant(), (kind,))
-        announce("x-sluice-id", known.job.id)
+        tell_job(known.job.id)
         return described(parts, known)
 
     return made
@@ -81,7 +82,7 @@ def attached(
     if parts.lifecycle.draining:
         raise WorkerShutdown("This server is stopping. Resume on another one.")
     known = _find(parts, job_id, tenant, kinds)
-    announce("x-sluice-id", known.job.id)
+    tell_job(known.job.id)
     if known.job.candidates > known.job.n:
         raise InvalidRequest("A request with best_of above n cannot be streamed.", param="stream")
     known = _find(parts, job_id, tenant, kinds, follow=True)
@@ -96,6 +97,7 @@ def attached(
         holds=parts.constraints.holds,
         cursor=cursor,
         grace_s=grace_s,
+        relaying=visit().relaying,
     )
     return exchange, SHORT if known.ended else STATUS_WAIT
 

@@ -23,7 +23,7 @@ from wsproto.utilities import LocalProtocolError
 
 from api.admission import DEADLINE
 from api.auth import SCOPE_OF_KIND, caller
-from api.edge import announce, forget_told, told, visible_tenant
+from api.edge import announce, forget_told, tell_job, told, visible_tenant
 from api.headers import GRACE, read_grace
 from api.kinds import CHAT, COMPLETION
 from api.limits import Admission, Limits
@@ -264,7 +264,7 @@ class Conversation:
                 prepared = self._prepared(asked, let_in)
                 exchange, wait = prepared.exchange(self._parts), STATUS_WAIT
                 self._follow(exchange)
-                announce("x-sluice-id", exchange.submit())
+                tell_job(exchange.submit())
             headers = told()
             self._say({"accepted": exchange.job.id, "headers": headers})
             self._send(exchange.first_events(wait))

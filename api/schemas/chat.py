@@ -48,9 +48,9 @@ class ChatRequest(GenerationRequest, ToolFields):
 
     def to_call(self, card: ModelCard, settings: Settings, *, created: int) -> Call:
         options = read_stream_options(self.stream_options, self.stream)
-        for field in _FORMER:
-            if getattr(self, field) is not None:
-                raise UnsupportedParameter(f"{field} is not supported; tools took its place.", param=field)
+        for former in _FORMER:
+            if getattr(self, former) is not None:
+                raise UnsupportedParameter(f"{former} is not supported; tools took its place.", param=former)
         if any(modality != "text" for modality in self.modalities or ()):
             raise InvalidRequest('modalities must be ["text"]; this server writes text alone.', param="modalities")
         if self.n > settings.max_choices:
@@ -58,8 +58,8 @@ class ChatRequest(GenerationRequest, ToolFields):
         self.callable_tools()
         demand = self.demand()
         if demand is not None and self.tools:
-            field = demand.param.partition(".")[0]
-            raise InvalidRequest(f"tools and {field} exclude each other.", param=field)
+            form = demand.param.partition(".")[0]
+            raise InvalidRequest(f"tools and {form} exclude each other.", param=form)
         self.thinking_switch()
         limit: LimitField = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         asked = getattr(self, limit)

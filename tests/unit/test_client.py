@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -124,9 +125,58 @@ def sluice(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]
 
 
 def test_complete_prints_the_text(url: str) -> None:
-    assert sluice("complete", "one two", "--url", url).stdout == "one two \n"
-    assert sluice("complete", "--url", url, stdin="from a pipe").stdout == "from a pipe \n"
-    assert sluice("complete", "loud", "--url", url, "--no-stream").stdout == "LOUD\n"
+    assert sluice("complete", "one two", "--url", url).stdout == "one two "
+    assert sluice("complete", "--url", url, stdin="from a pipe").stdout == "from a pipe "
+    assert sluice("complete", "-", "--url", url, stdin="from a pipe").stdout == "from a pipe "
+    assert sluice("complete", "loud", "--url", url, "--no-stream").stdout == "LOUD"
+
+
+def test_a_stream_that_fails_leaves_its_text_on_standard_output_and_the_reason_on_the_other(url: str) -> None:
+    failed = sluice("complete", "some text fail", "--url", url)
+    assert (failed.returncode, failed.stdout) == (1, "some text fail ")
+    assert failed.stderr == "sluice: worker died (in the stream, worker_lost)\n"
+
+
+def test_a_prompt_that_is_no_text_is_refused(url: str) -> None:
+    command = [sys.executable, "-m", "scripts.cli", "complete", "--url", url]
+    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"sluice: The prompt on standard input is not UTF-8 (byte 3).\n"
+
+
+#: What each shell sends when the words so far are `sluice complete --model t`, as its completion script says.
+SHELLS = {
+    "bash": {
+        "_SLUICE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "sluice complete --url URL --model t",
+        "COMP_CWORD": "5",
+    },
+    "zsh": {"_SLUICE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "sluice complete --url URL --model t"},
+    "fish": {
+        "_SLUICE_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_ARGS": "sluice complete --url URL --model t",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    },
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("running", [True, False])
+def test_model_names_are_completed_if_there_is_a_server(url: str, shell: str, running: bool) -> None:
+    server = url if running else f"http://127.0.0.1:{ports.any_free()}"
+    asked = {name: value.replace("URL", server) for name, value in SHELLS[shell].items()}
+    command = [sys.executable, "-m", "scripts.cli"]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ("tiny" in done.stdout) is running, done
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_completion_script_can_be_shown(shell: str) -> None:
+    asked = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "scripts.cli", "--show-completion", shell]
+    done = subprocess.run(command, env=asked, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert f"complete_{shell}" in done.stdout and "_SLUICE_COMPLETE" in done.stdout
 
 
 def test_complete_as_json_prints_the_servers_events(url: str) -> None:
