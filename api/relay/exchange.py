@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 STATUS_WAIT = 0.25
 #: Longest single wait for frames, s; only bounds how long a lost wake-up could go unnoticed.
 LONGEST_WAIT = 60.0
+#: Time between two looks whether a cursor that is beyond all frames may still be reached, s.
+GLANCE = 0.25
 
 
 class Exchange:
@@ -69,7 +71,6 @@ class Exchange:
         self._relay: Span | None = None
         self._inspector = Inspector(job, holds)
         self._behind = Behind(builder, cursor)
-        self._reach_by = clock() + SHORT
         self._followed = subscription is not None
         self._subscription = hub.open(job.id) if subscription is None else subscription
         self._left_behind = False
@@ -128,18 +129,27 @@ class Exchange:
 
     def _next(self, timeout: float) -> tuple[list[Event], list[Frame]] | None:
         """(events, frames) that pass the inspection, behind the cursor. A cursor beyond all frames is waited for a while: the
-        store may have lost them, and a worker be putting them back."""
-        if not self._behind.reached:
-            timeout = max(0.0, min(timeout, self._reach_by - self._clock()))
-        got = self._subscription.get(timeout)
+        store may have lost them, and a worker be putting them back. While the log cannot be read, nobody knows."""
+        got = self._get(timeout)
         if got is not None and self._observer is not None:
             self._observer.feed(got[1], self._subscription.ready_at)
         if got is not None and self._relay is None:
             self._relay = self._relaying()
         new = None if got is None else self._inspected(*got)
-        if not self._behind.reached and (self.builder.ended or self._clock() >= self._reach_by):
+        if not self._behind.reached and (self.builder.ended or self._subscription.read_for >= SHORT):
             raise LogLost("The store does not have what this client saw of the stream.")
         return new
+
+    def _get(self, timeout: float) -> tuple[Name, list[Frame]] | None:
+        """What comes next, or None in time to see that the cursor will not be reached."""
+        if self._behind.reached:
+            return self._subscription.get(timeout)
+        until = self._clock() + timeout
+        while True:
+            left = max(0.0, until - self._clock())
+            got = self._subscription.get(min(left, GLANCE))
+            if got is not None or left <= GLANCE or self._subscription.read_for >= SHORT:
+                return got
 
     def _inspected(self, last: Name, frames: list[Frame]) -> tuple[list[Event], list[Frame]]:
         events: list[Event] = []

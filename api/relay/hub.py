@@ -62,6 +62,8 @@ class Subscription:
         self.submitted = False
         #: Since when the log lacks something, monotonic, s.
         self.short_since: float | None = None
+        #: Since when its log is read without failure, monotonic, s.
+        self.read_since: float | None = None
         self._hub = hub
         self._ready = threading.Event()
         self._feeding = threading.Lock()  # frames come by the channel and from the log, each in a thread of its own
@@ -75,6 +77,11 @@ class Subscription:
     def live(self) -> bool:
         """More frames may come."""
         return not (self.order.ended or self._gone or self._error)
+
+    @property
+    def read_for(self) -> float:
+        """How long the log has been read without failure, s."""
+        return 0.0 if self.read_since is None else time.monotonic() - self.read_since
 
     @property
     def waiting(self) -> int:
@@ -132,6 +139,13 @@ class Subscription:
 
     def close(self) -> None:
         self._hub.forget(self)
+
+    def log_was_read(self) -> None:
+        self.read_since = self.read_since or time.monotonic()
+
+    def log_is_away(self) -> None:
+        """Whether it lacks something cannot be said."""
+        self.read_since = self.short_since = None
 
     def fell_short(self) -> None:
         """The log lacks what was delivered, or the end of a request that has one. Somebody may be putting it back."""
@@ -348,6 +362,7 @@ class Hub:
             return False
         self._away_since = None
         for subscription, page in zip(subscriptions, pages, strict=True):
+            subscription.log_was_read()
             if page is None:
                 subscription.fail(LogLost("The log of this request is not readable."))
             else:
@@ -377,8 +392,10 @@ class Hub:
     def _store_away(self) -> None:
         now = time.monotonic()
         self._away_since = self._away_since or now
-        if now - self._away_since > self._store_wait:
-            for subscription in self._all():
+        too_long = now - self._away_since > self._store_wait
+        for subscription in self._all():
+            subscription.log_is_away()
+            if too_long:
                 subscription.fail(StoreUnavailable("The store has been away for too long."))
 
     # -- streams that are not pushed here
@@ -415,6 +432,7 @@ class Hub:
         self._away_since = None
         said = {name.decode(): entries for name, entries in answer}
         for subscription in subscriptions:
+            subscription.log_was_read()
             if entries := said.get(keys.log(subscription.job_id)):
                 self._feed_log(subscription, entries, more=len(entries) == GLANCE)
 

@@ -43,7 +43,7 @@ def stream(
     try:
         yield from _events(exchange, first, heartbeat, clock)
     except Exception as error:  # noqa: BLE001 - whatever it is, the client gets its end
-        yield b"data: %b\n\n" % error_data(for_client(exchange, error).to_object())
+        yield encode_error(for_client(exchange, error))
     finally:
         exchange.close()
     yield DONE
@@ -73,6 +73,11 @@ def _events(
 
 def encode(events: Iterable[Event]) -> bytes:
     return b"".join([b"id: %b\ndata: %b\n\n" % (event.id.encode(), event.data) for event in events])
+
+
+def encode_error(error: SluiceError) -> bytes:
+    """The event that ends a stream badly."""
+    return b"data: %b\n\n" % error_data(error.to_object())
 
 
 def _place(exchange: Exchange) -> tuple[bytes, float]:

@@ -17,7 +17,7 @@ from api import pages
 from api.auth import caller
 from api.edge import visible_tenant
 from api.relay import sse
-from api.relay.builder import Event, error_data
+from api.relay.builder import Event
 from api.services import Services, services
 from shared.errors import MethodNotAllowed, SluiceError, StoreUnavailable, WorkerShutdown
 
@@ -67,7 +67,7 @@ def _events(parts: Services, known: dict[str, Any], place: str) -> Iterator[byte
             except StoreUnavailable as error:  # it may come back
                 known = {"error": error.to_object()}
             except SluiceError as error:
-                yield b"data: %b\n\n" % error_data(error.to_object())
+                yield sse.encode_error(error)
                 return
     finally:
         parts.lifecycle.not_at_drain(over.set)
