@@ -68,5 +68,5 @@ def described(parts: Services, known: KnownJob, status: int = 200) -> Response:
     elif known.status == "queued":
         with contextlib.suppress(StoreUnavailable):
             place = parts.gateway.position(known.job.id)
-    answer = job_object(known, told, place[0] if place else None, parts.constraints.holds)
+    answer = job_object(known, told, place.position if place else None, parts.constraints.holds)
     return Response(msgspec.json.encode(answer), status, content_type="application/json")

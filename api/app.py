@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 from flask import Flask
 
-from api import edge, errors
+from api import edge, errors, pages
 from api.auth import Gate
 from api.batches.records import BatchRecords
 from api.chat_prompt import ChatPrompts
@@ -17,17 +17,36 @@ from api.gateway import Gateway
 from api.keyring import Keyring
 from api.lifecycle import Lifecycle
 from api.limits import Limits
+from api.metrics import Metrics
+from api.monitor import Monitor
+from api.recent import Recent
 from api.relay.grace import Graces
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
-from api.routes import batches, chat, completions, health, jobs, models, reference, sockets, status, tokens
+from api.routes import (
+    batches,
+    chat,
+    completions,
+    health,
+    jobs,
+    metrics,
+    models,
+    monitor,
+    reference,
+    sockets,
+    status,
+    tokens,
+)
 from api.routes import files as files_routes
+from api.routes import pages as pages_routes
 from api.services import EXTENSION, Services
+from api.telling import Teller
 from api.templating import Renderer
 from api.thinking import Shapes
 from api.tokenizers import Tokenizers
 from shared import connection
 from shared.api_keys import KeyStore
+from shared.counts import Counts
 from shared.settings import Settings
 from shared.tracing import make_tracer
 
@@ -50,6 +69,7 @@ def create_app(
     there are no API keys, and without `store` no files and batches.
     """
     settings = settings or Settings()
+    ours = gateway is None or hub is None
     if gateway is None or hub is None:
         store = _connect(settings)
         gateway, hub, graces, keyring, limits = _follow_store(settings, store)
@@ -61,7 +81,13 @@ def create_app(
     app.url_map.merge_slashes = False
     app.url_map.redirect_defaults = False
     app.config["SOCK_SERVER_OPTIONS"] = sockets.options(settings)
-    gate = Gate(settings, keyring or Keyring(None))
+    assets = pages.assets()
+    counts, recent = Counts(store), Recent(store, settings)
+    teller = None
+    if ours:
+        teller = Teller(counts, recent, lambda: hub.repaired)
+        teller.start()
+    gate = Gate(settings, keyring or Keyring(None), assets)
     renderer = Renderer()
     files = FileStore.of(settings)
     tracer = make_tracer("sluice-api")
@@ -83,13 +109,19 @@ def create_app(
         file_records=FileRecords(store, files),
         batches=BatchRecords(store, settings.lease_s),
         tracer=tracer,
+        assets=assets,
+        counts=counts,
+        metrics=Metrics(store, gateway, counts),
+        monitor=Monitor(store, gateway, counts),
+        recent=recent,
+        teller=teller,
     )
     resources = (completions, chat, jobs, files_routes, batches, sockets, models, tokens, health, status, reference)
-    for module in resources:
+    for module in (*resources, metrics, monitor, pages_routes):
         app.register_blueprint(module.blueprint)
     app.register_blueprint(jobs.chat_blueprint)
     errors.install(app)
-    edge.install(app, settings, gate, tracer)
+    edge.install(app, settings, gate, counts, tracer)
     app.wsgi_app = Edge(app.wsgi_app, lifecycle)  # type: ignore[method-assign]
     return app
 

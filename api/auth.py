@@ -7,6 +7,7 @@ foreign page. Knows paths and headers; what a key may use up is in `api/limits.p
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ from shared.settings import Settings
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 #: Open whatever the key and the Host: probes come by address.
 PROBES = frozenset({"/health", "/ready"})
-#: Pages without any data in them; they ask for a key and send it with what they fetch.
+#: Pages without any data in them; they ask for a key and send it with what they fetch. So do the files they load.
 SHELLS = frozenset({"/", "/monitor"})
 #: WebSockets: a browser cannot put a key into the handshake, so the first message may bring it.
 SOCKETS = frozenset({"/v1/stream"})
@@ -42,6 +43,7 @@ SCOPE_OF: dict[str, tuple[str, ...]] = {
     "metrics": ("monitor",),
     "monitor": ("monitor",),
     "models": (),
+    "pages": (),
     "reference": (),
     "health": (),
 }
@@ -94,8 +96,10 @@ def caller() -> Caller:
 class Gate:
     """`enter` sets `caller()`, or raises Unauthorized, Forbidden or StoreUnavailable."""
 
-    def __init__(self, settings: Settings, keyring: Keyring) -> None:
+    def __init__(self, settings: Settings, keyring: Keyring, assets: Iterable[str] = ()) -> None:
+        """`assets`: the paths of the files that the pages load."""
         self._keyring = keyring
+        self._shells = SHELLS.union(assets)
         self._may_be_open = may_be_open(settings)
         self._hosts = LOOPBACK_HOSTS | {host.lower() for host in settings.allowed_hosts}
         self._origins = frozenset(settings.cors_origins)
@@ -109,7 +113,7 @@ class Gate:
         if self._may_be_open and not self._keyring.configured():
             self._check_host()
             return
-        if is_preflight() or (look and request.path in SHELLS):
+        if is_preflight() or (look and request.path in self._shells):
             return
         if not late and request.path in SOCKETS and request.blueprint is not None and not self.shown():
             del g.caller  # nobody yet

@@ -1,33 +1,22 @@
-"""The OpenAPI document as one static HTML page: no scripts, nothing from elsewhere, readable without a style sheet.
+"""The OpenAPI document as one static HTML page: no scripts, readable without a style sheet.
 
-Knows the document's shape; nothing of Flask.
+Knows the document's shape.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from api import pages
 from api.schemas.strict import written
 
-WEB = Path(__file__).parent / "web"
 _REF = re.compile(r"#/components/(\w+)/(\w+)")
 _CODE = re.compile(r"`([^`]+)`")
-
-
-class Page(NamedTuple):
-    """`policy`: the Content-Security-Policy it needs; it allows the page's own style and nothing else."""
-
-    html: str
-    policy: str
 
 
 class Row(NamedTuple):
@@ -39,10 +28,9 @@ class Row(NamedTuple):
     words: str
 
 
-def render(document: dict[str, Any], base: str) -> Page:
+def render(document: dict[str, Any], base: str) -> str:
     """The page of `document` for a server at `base`, the beginning of its addresses."""
-    style = (WEB / "docs.css").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = pages.templates()
     environment.filters["words"] = _words
     components = document["components"]
     operations = [
@@ -51,11 +39,11 @@ def render(document: dict[str, Any], base: str) -> Page:
         for method, item in methods.items()
     ]
     requests = {operation["request"] for operation in operations}
-    html = environment.from_string((WEB / "docs.html").read_text(encoding="utf-8")).render(
+    return environment.get_template("docs.html").render(
+        page="docs",
         openapi=document["openapi"],
         info=document["info"],
         base=base,
-        style=style,
         operations=operations,
         schemas=[
             {"name": name, "words": schema.get("description", ""), "fields": _fields(schema)}
@@ -64,11 +52,6 @@ def render(document: dict[str, Any], base: str) -> Page:
         ],
         headers=[(name, header["description"]) for name, header in components["headers"].items()],
         table=_table,
-    )
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return Page(
-        html,
-        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     )
 
 

@@ -21,8 +21,10 @@ from api.cors import tell_origin
 from api.lifecycle import Lifecycle
 from api.limits import RATE_HEADERS, Admission, Limits
 from api.visit import VISIT, Visit, visit
+from shared.counts import Counts
 from shared.errors import InvalidRequest, UnsupportedParameter
 from shared.jobs import Job
+from shared.measures import OTHER
 from shared.settings import Settings
 from shared.tracing import Tracer
 
@@ -59,7 +61,7 @@ class Edge:
             raise
 
 
-def install(app: Flask, settings: Settings, gate: Gate, tracer: Tracer) -> None:
+def install(app: Flask, settings: Settings, gate: Gate, counts: Counts, tracer: Tracer) -> None:
     origins = frozenset(settings.cors_origins)
 
     @app.before_request
@@ -78,12 +80,26 @@ def install(app: Flask, settings: Settings, gate: Gate, tracer: Tracer) -> None:
         response.headers.update(told())
         if "admission" in g:
             response.call_on_close(g.admission.settle)  # behind those of the route: it has let go of the job by then
+        _count(counts, response)
         tell_origin(response, origins)
         if leftover_is_large(request.environ):
             close_after(request.environ)
             connection = request.environ.get("gunicorn.socket")
             response.call_on_close(lambda: linger(connection))
         return response
+
+
+def _count(counts: Counts, response: Response) -> None:
+    """For the metrics; how long it took, when the last byte is out."""
+    endpoint = request.url_rule.rule if request.url_rule is not None else OTHER
+    counts.add("http_requests", [endpoint, f"{response.status_code // 100}xx", g.get("model", "")])
+    duration, started = counts.histogram("http_request_duration", endpoint), visit().began
+    response.call_on_close(lambda: duration.observe(time.perf_counter() - started))
+
+
+def asks_for(model: str) -> None:
+    """The id of the model that the current request is for, where that is one."""
+    g.model = model
 
 
 def tenant() -> str:

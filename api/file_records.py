@@ -129,7 +129,7 @@ class FileRecords:
         count = 0
         for file_id in ids:
             try:
-                self.delete(file_id.decode(), "*")
+                self.delete(file_id.decode(errors="replace"), "*")
                 count += 1
             except (NotFound, FileInUse):
                 continue

@@ -70,10 +70,11 @@ class FileStore:
         while start < end:
             stop = min(start + BLOCK, end)
             block: bytes = self._reach(partial(self._fs.cat_file, path, start=start, end=stop))
-            if not block:
+            if block:
+                yield block
+            if len(block) < stop - start:  # the end; object stores refuse a range behind it (RFC 9110 section 15.5.17)
                 return
-            start += len(block)
-            yield block
+            start = stop
 
     @contextlib.contextmanager
     def opened(self, name: str, size: int) -> Iterator[BinaryIO]:

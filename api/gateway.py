@@ -18,7 +18,7 @@ import structlog
 from api import admission
 from api.known_jobs import KnownJobs
 from api.reaching import reaching_the_store
-from shared import cards, connection, frames, jobs, keys, results, scripts
+from shared import cards, connection, jobs, keys, results, scripts
 from shared.cards import ModelCard
 from shared.errors import (
     Cancelled,
@@ -30,9 +30,10 @@ from shared.errors import (
     SluiceError,
     StoreUnavailable,
 )
+from shared.frames import ending_with
 from shared.jobs import Job, Placement
 from shared.reaper import Reaper
-from shared.scripts import Scripts
+from shared.scripts import Place, Scripts
 from shared.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -52,13 +53,8 @@ DOUBT = 60.0
 SCRIPTED = "scripted"
 
 
-def error_frame(error: SluiceError) -> bytes:
-    """The terminal frame that ends a request with `error`."""
-    return frames.encode_frame(frames.Error.of(error))
-
-
 #: Ends what nobody follows any more.
-GONE = error_frame(Cancelled("The client hung up."))
+GONE = ending_with(Cancelled("The client hung up."))
 
 
 class _Look(NamedTuple):
@@ -71,11 +67,13 @@ class _Look(NamedTuple):
 
 
 class _Knowledge(NamedTuple):
-    """What is known of models and workers. `served`: ids that a live worker has or that something can start."""
+    """What is known of models and workers. `served`: ids that a live worker has or that something can start; `failing`: those of
+    them that it fails to load."""
 
     read_at: float
     cards: list[ModelCard]
     served: set[str]
+    failing: set[str]
     workers: list[dict[str, Any]]
 
 
@@ -149,6 +147,8 @@ class Gateway:
     def _check_served(self, model: str) -> None:
         if model not in self._knowledge().served and model not in self._knowledge(JUST_NOW).served:
             raise NoWorker(f"No worker serves the model {model!r} at the moment.")
+        if model in self._knowledge().failing and model in self._knowledge(JUST_NOW).failing:
+            raise NoWorker(f"The model {model!r} cannot be loaded at the moment. The server's log says why.")
 
     def _submission(self, job: Job, placement: Placement, proc: str) -> list[str | bytes | int]:
         """The arguments of submit.lua."""
@@ -168,7 +168,7 @@ class Gateway:
             jobs.to_rq(job),
             job.kind,
             "1" if placement.ahead else "",
-            "1" if placement.fanout else "",
+            "1" if placement.fanout or settings.fanout_all else "",
             placement.view,
             placement.grace_s,
             key,
@@ -196,7 +196,7 @@ class Gateway:
             error = None if look.terminal or not look.status else self._abandoned(look)
             if error is not None:
                 status = "canceled" if isinstance(error, Cancelled) else "failed"
-                ended, _ = self._scripts.end(job_id, "api", error_frame(error), status, attempt=_attempt(look.a))
+                ended, _ = self._scripts.end(job_id, "api", ending_with(error), status, attempt=_attempt(look.a))
                 if ended == 1:
                     results.keep(self._store, [job_id])
         except (redis.RedisError, StoreUnavailable) as error:
@@ -211,8 +211,8 @@ class Gateway:
             return DeadlineExceeded("The request's deadline passed.")
         return None
 
-    def position(self, job_id: str) -> tuple[int, float | None] | None:
-        """Place in the queue over all tenants, 1 = next, and the seconds it may take if a rate is known; None: not waiting."""
+    def position(self, job_id: str) -> Place | None:
+        """Place in the queue over all tenants; None: not waiting."""
         with reaching_the_store():
             return self._scripts.place(job_id)
 
@@ -277,7 +277,7 @@ class Gateway:
 
     def status(self) -> dict[str, Any]:
         """Models, workers, queues and API processes, as `GET /v1/status` shows them; at most JUST_NOW old."""
-        _, every, served, workers = self._knowledge(JUST_NOW)
+        _, every, served, _, workers = self._knowledge(JUST_NOW)
         live: dict[str, int] = {}
         for worker in workers:
             live[worker["model"]] = live.get(worker["model"], 0) + 1
@@ -288,12 +288,14 @@ class Gateway:
             return {"models": models, "workers": workers, "queues": self._queues(every), "nodes": self._nodes()}
 
     def _queues(self, every: list[ModelCard]) -> list[dict[str, Any]]:
-        names = sorted(name.decode().removeprefix(keys.RQ_QUEUE) for name in self._store.smembers(keys.RQ_QUEUES))
+        names = sorted(
+            name.decode(errors="replace").removeprefix(keys.RQ_QUEUE) for name in self._store.smembers(keys.RQ_QUEUES)
+        )
         pipeline = self._store.pipeline(transaction=False)
         for name in names:
             pipeline.llen(keys.queue(name))
             pipeline.zcard(f"rq:wip:{name}")
-        resumes = [name.decode() for name in self._store.smembers(keys.RESUMES)]
+        resumes = [name.decode(errors="replace") for name in self._store.smembers(keys.RESUMES)]
         for name in resumes:
             pipeline.llen(name)
         counts = pipeline.execute()
@@ -314,7 +316,7 @@ class Gateway:
         return list(queues.values())
 
     def _nodes(self) -> list[dict[str, Any]]:
-        names = sorted(name.decode() for name in self._store.smembers(keys.PROCS))
+        names = sorted(name.decode(errors="replace") for name in self._store.smembers(keys.PROCS))
         pipeline = self._store.pipeline(transaction=False)
         for name in names:
             pipeline.exists(keys.alive(name))
@@ -341,25 +343,28 @@ class Gateway:
     def _read_knowledge(self) -> _Knowledge:
         now = time.monotonic()
         with reaching_the_store():
-            ids = sorted(item.decode() for item in self._store.smembers(keys.CARDS))
-            names = sorted(item.decode() for item in self._store.smembers(keys.WORKERS))
+            ids = sorted(item.decode(errors="replace") for item in self._store.smembers(keys.CARDS))
+            names = sorted(item.decode(errors="replace") for item in self._store.smembers(keys.WORKERS))
             pipeline = self._store.pipeline(transaction=False)
             for model in ids:
                 pipeline.hget(keys.card(model), "card")
-                pipeline.exists(keys.starter(model))
+                pipeline.get(keys.starter(model))
             for name in names:
                 pipeline.exists(keys.lease(name))
                 pipeline.hgetall(keys.stat(name))
                 pipeline.hlen(keys.lanes(name))
             answers = map(connection.unless_another_type, pipeline.execute(raise_on_error=False))
         every: list[ModelCard] = []
-        served: set[str] = set()
+        served = {model for model in self._settings.scales_from_zero if model in ids}
+        failing: set[str] = set()
         for model in ids:
             raw, starter = next(answers), next(answers)
             if raw and (card := _card(raw)) is not None:
                 every.append(card)
             if starter:
                 served.add(model)
+                if starter.startswith(b"failed"):
+                    failing.add(model)
         workers: list[dict[str, Any]] = []
         for name in names:
             lease, stat, busy = next(answers), next(answers), next(answers)
@@ -367,7 +372,8 @@ class Gateway:
                 continue
             workers.append(worker)
             served.add(worker["model"])
-        return _Knowledge(now, every, served, workers)
+            failing.discard(worker["model"])
+        return _Knowledge(now, every, served, failing, workers)
 
     # -- heartbeat
 
@@ -417,7 +423,7 @@ class Gateway:
     def _end_doubtful(self) -> None:
         """Nobody waits for a request that was refused, and in the background it would run to its end, beside the one that
         its client sent instead. (Others are not followed here: `_reconcile` lets go of them.)"""
-        frame = error_frame(StoreUnavailable("The store did not answer."))
+        frame = ending_with(StoreUnavailable("The store did not answer."))
         for job_id, until in list(self._doubtful.items()):
             ended, _ = self._scripts.end(job_id, "api", frame, "failed")
             if ended == 1:
@@ -457,6 +463,7 @@ def _worker(name: str, stat: dict[bytes, bytes], busy: int | None) -> dict[str, 
             "model": stat[b"model"].decode(),
             "lanes": int(stat[b"lanes"]),
             "busy": busy or 0,
+            "free": int(stat.get(b"free", 0)),
             "tokens_per_second": float(stat.get(b"tokens_per_second", 0)),
             "draining": stat.get(b"draining") == b"1",
             "out_of_memory": int(stat.get(b"out_of_memory", 0)),

@@ -65,7 +65,7 @@ class Keyring:
             self._refresh(JUST_NOW)
         found = None
         for known, key in self._table.items():  # all of them, each in constant time: a thousand take 0.2 ms
-            if hmac.compare_digest(known, wanted):
+            if hmac.compare_digest(known.encode(), wanted.encode()):
                 found = key
         if found is None or found.revoked is not None:
             return None

@@ -23,7 +23,6 @@ from api.schemas.generation import Call, GenerationRequest
 from api.templating import TemplateFailed
 from api.tokenizers import Tokenizers
 from shared.cards import ModelCard
-from shared.errors import ContextLengthExceeded
 from shared.jobs import Job
 from shared.settings import Settings
 from shared.tool_calls import Tools, form_of
@@ -81,13 +80,7 @@ def check(parts: Parts, kind: Kind[F], body: dict[str, Any]) -> Checked:
         tokens_as_ids=call.tokens_as_ids,
         reasoning_field=parts.settings.reasoning_field,
     )
-    try:
-        rooms = parts.tokenizers.rooms(call.job, card)
-    except ContextLengthExceeded as error:
-        if error.param == "max_tokens":
-            error.param = call.limit_field
-        raise
-    return Checked(call, card, view, rooms, idle)
+    return Checked(call, card, view, parts.tokenizers.rooms(call.job, card), idle)
 
 
 def _without_thinking(parts: Parts, fields: CompletionRequest, card: ModelCard, job: Job) -> tuple[Job, str | None]:

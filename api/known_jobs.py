@@ -16,9 +16,9 @@ import redis
 import structlog
 
 from api.relay.view import View
-from shared import frames, jobs, keys, results
+from shared import jobs, keys, results
 from shared.errors import Cancelled, InvalidRequest, NotFound, StoreUnavailable, StreamExpired
-from shared.frames import End, Error, Frame, Name
+from shared.frames import End, Error, Frame, Name, ending_with
 from shared.jobs import Job
 from shared.scripts import Looked, Scripts
 
@@ -140,8 +140,7 @@ class KnownJobs:
 
     def cancel(self, job_id: str) -> None:
         """Ends the request, unless it has ended. Its worker is told at once."""
-        error = Cancelled("The request was cancelled.")
-        frame = frames.encode_frame(Error(error.to_object(), error.status))
+        frame = ending_with(Cancelled("The request was cancelled."))
         try:
             if self._scripts.end(job_id, "cancel", frame, "canceled")[0] == 1:
                 results.keep(self._store, [job_id])

@@ -6,7 +6,6 @@ request is queued and put right when it is over. Knows nothing of Flask; who ask
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import redis
@@ -31,9 +30,6 @@ CHARACTERS = 4
 #: Longest Retry-After, s: who is told more gives up, and a debt may take longer.
 LONGEST_WAIT = 120.0
 
-#: Pauses after which a request that its client has left is looked at once more, s: it may be over by then.
-AGAIN = (0.2, 1.0, 4.0)
-
 _WORDS = {
     "requests": "This key's requests of the minute are used up.",
     "tokens": "This key's tokens of the minute are used up, or too few are left for this request.",
@@ -42,15 +38,16 @@ _WORDS = {
 
 
 class Admission:
-    """A request that was let in. `used`, once somebody counts: its tokens so far, prompt and completion; None: not known."""
+    """A request that was let in. `used`: its tokens so far, prompt and completion, once somebody counts; None: nobody
+    here knows."""
 
     def __init__(self, settle: Callable[[int | None], None] | None = None) -> None:
         self._settle = settle
         self.used: Callable[[], int | None] = lambda: 0
 
     def settle(self) -> None:
-        """Nobody waits for the request any more: if it is over, what was reserved becomes what was used. One that runs on
-        goes on counting as running, and keeps its reservation. Further calls do nothing. Never raises."""
+        """Nobody waits for the request any more: what was reserved becomes what was used, at once if it is over, else at
+        its end. Further calls do nothing. Never raises."""
         settle, self._settle = self._settle, None
         if settle is not None:
             settle(self.used())
@@ -90,16 +87,11 @@ class Limits:
             limited.retry_after_s = min(wait_ms / 1000, LONGEST_WAIT)
             raise limited
 
-        def settle(used: int | None, again: tuple[float, ...] = AGAIN) -> None:
+        def settle(used: int | None) -> None:
             try:
-                over = scripts.call("settle", key.id, job.id, limits[1], reserved, reserved if used is None else used)
+                scripts.call("settle", key.id, job.id, limits[1], reserved, "" if used is None else used)
             except redis.RedisError as error:  # the bucket fills again by itself
                 log.warning("settle_failed", job=job.id, error=str(error))
-                return
-            if not over and again:  # its cancellation may be under way
-                later = threading.Timer(again[0], settle, (used, again[1:]))
-                later.daemon = True
-                later.start()
 
         return Admission(settle)
 

@@ -51,6 +51,6 @@ def _pages(store: Any, index: str, after: str | None, ascending: bool) -> Iterat
         names = store.zrange(index, start, start + PAGE - 1, desc=not ascending)
         if not names:
             return
-        ids = [name.decode() for name in names]
+        ids = [name.decode(errors="replace") for name in names]
         yield ids
         after = ids[-1]

@@ -15,11 +15,17 @@ from api.file_store import FileStore
 from api.gateway import Gateway
 from api.lifecycle import Lifecycle
 from api.limits import Limits
+from api.metrics import Metrics
+from api.monitor import Monitor
+from api.pages import Asset
+from api.recent import Recent
 from api.relay.grace import Graces
 from api.relay.hub import Hub
 from api.relay.watcher import Watcher
+from api.telling import Teller
 from api.templating import Renderer
 from api.tokenizers import Tokenizers
+from shared.counts import Counts
 from shared.settings import Settings
 from shared.tracing import Tracer
 
@@ -29,7 +35,7 @@ EXTENSION = "sluice"
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """`watcher` is None where there are no sockets to watch (tests)."""
+    """`watcher` is None where there are no sockets to watch (tests), `teller` where there is no store."""
 
     settings: Settings
     gateway: Gateway
@@ -47,6 +53,12 @@ class Services:
     file_records: FileRecords
     batches: BatchRecords
     tracer: Tracer
+    assets: dict[str, Asset]
+    counts: Counts
+    metrics: Metrics
+    monitor: Monitor
+    recent: Recent
+    teller: Teller | None
 
     def close(self, *, left_behind: bool) -> None:
         """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so
@@ -54,6 +66,8 @@ class Services:
         self.renderer.close()
         self.constraints.close()
         self.hub.stop()
+        if self.teller is not None:
+            self.teller.stop()
         if not (left_behind or self.graces.kept()):
             self.gateway.leave()
         self.tracer.close()

@@ -7,6 +7,7 @@ known is not submitted: its client follows the earlier one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from api.admission import read_deadline
 from api.answering import LettingGo, described, streamed
 from api.auth import caller
 from api.body import read_json
-from api.edge import admit, announce, tell_ignored, tell_job, tenant
+from api.edge import admit, announce, asks_for, tell_ignored, tell_job, tenant
 from api.headers import GRACE, KEY, read_grace, read_key
 from api.kinds import Kind, check
 from api.known_jobs import KnownJob
@@ -27,6 +28,7 @@ from api.limits import Admission, Limits
 from api.relay.builder import Builder
 from api.relay.exchange import Exchange
 from api.relay.hub import ClientGone
+from api.relay.observer import Observer
 from api.relay.view import View
 from api.schemas.generation import Call
 from api.services import Services, services
@@ -38,7 +40,8 @@ from shared.jobs import Job, Placement
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that was read, checked and let in; not queued yet. `fitted`: it is known to fit the context."""
+    """A request that was read, checked and let in; not queued yet. `fitted`: it is known to fit the context;
+    `began`: when it had arrived, monotonic, s."""
 
     call: Call
     card: ModelCard
@@ -46,12 +49,15 @@ class Prepared:
     placement: Placement
     admission: Admission
     fitted: bool
+    began: float
 
     def exchange(self, parts: Services) -> Exchange:
         """The exchange that will submit it, to be closed in any case. What it makes is counted from now on."""
+        job = self.call.job
+        follower = parts.recent.follower(job, self.placement, self.began)
         exchange = Exchange(
-            self.call.job,
-            self.view.builder(self.call.job),
+            job,
+            self.view.builder(job),
             hub=parts.hub,
             gateway=parts.gateway,
             lifecycle=parts.lifecycle,
@@ -59,6 +65,7 @@ class Prepared:
             holds=parts.constraints.holds,
             placement=self.placement,
             relaying=visit().relaying,
+            observer=Observer(parts.counts, job, self.began, follower=follower),
         )
         builder = exchange.builder
         self.admission.used = lambda: builder.tokens_used
@@ -76,10 +83,12 @@ def prepare(
     """What a request object asks for, whichever way it came. `let_in` applies the limits of who asks.
 
     Raises the SluiceError that says why not."""
+    began = time.monotonic()
     ignored = kind.fields.unknown(body)
     tell_ignored(ignored, strict=parts.settings.strict_fields)
     call, card, view, rooms, idle = check(parts, kind, body)
     call = call.with_job(_traced(call.job))
+    asks_for(card.id)
     if idle is not None:
         tell_ignored([*ignored, idle])
     if rooms is not None and call.fit_from is not None and min(rooms) < call.fit_from:
@@ -95,7 +104,7 @@ def prepare(
         deadline_s=deadline_s,
         idempotency=read_key(headers.get(KEY), body, call.job.kind),
     )
-    return Prepared(call, card, view, placement, admission, fitted=rooms is not None)
+    return Prepared(call, card, view, placement, admission, fitted=rooms is not None, began=began)
 
 
 def _traced(job: Job) -> Job:
@@ -147,6 +156,7 @@ def _accepted(parts: Services, prepared: Prepared) -> Response:
     """A background request: nobody waits for it here. Once it is queued, it is accepted, also if the store is gone before
     it can tell more."""
     job, placement = prepared.call.job, prepared.placement
+    prepared.admission.used = lambda: None
     job_id = parts.gateway.submit(job, placement, followed=False)
     tell_job(job_id)
     try:

@@ -34,7 +34,8 @@ Kind = Literal["store", "api", "runner", "worker"]
 class Program:
     """What to run. `command` gets the name of this one run, which is new at each start.
 
-    `keep_fds`: descriptors the process inherits besides the supervisor's pipe. `folder`: where it runs.
+    `keep_fds`: descriptors the process inherits besides the supervisor's pipe. `folder`: where it runs. `wanted`: from the
+    start; else once somebody wants it.
     """
 
     name: str
@@ -43,16 +44,20 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
     keep_fds: tuple[int, ...] = ()
+    wanted: bool = True
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one run of a child ended. `status` is -N for signal N; `wait_s`: until it may start again."""
+    """How one run of a child ended. `status` is -N for signal N; `wait_s`: until it may start again; `asked`: it had been
+    asked to end."""
 
+    run_name: str
     pid: int
     status: int
     lived_s: float
     wait_s: float
+    asked: bool
 
     @property
     def how(self) -> str:
@@ -69,6 +74,8 @@ class Child:
     """A program and its current process, if any.
 
     `parent_fd`: reading end of the supervisor's pipe. `hear(name, line)` gets each line of output, from a thread.
+    `wanted`: whether there should be one; `last_end`: of its last process. Both may be looked at from other threads, and
+    `wanted` be set.
     """
 
     def __init__(
@@ -79,6 +86,10 @@ class Child:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.program = program
+        self.wanted = program.wanted
+        self.last_end: Ended | None = None
+        #: When its process was asked to end.
+        self.asked: float | None = None
         self.quick_ends = 0
         self.next_start = 0.0
         self.run_name = program.name
@@ -86,7 +97,8 @@ class Child:
         self._hear = hear
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
+        #: When its process was started, by the clock.
+        self.started = 0.0
         self._wait_s = FIRST_WAIT_S
         self._last_lines: deque[str] = deque(maxlen=5)
         self._listener: threading.Thread | None = None
@@ -130,7 +142,7 @@ class Child:
             process_group=0,
         )
         assert process.stdout is not None
-        self._process, self._started = process, self._clock()
+        self._process, self.started, self.asked = process, self._clock(), None
         self._last_lines.clear()
         self._listener = threading.Thread(
             target=self._listen, args=(process.stdout,), daemon=True, name=f"hear {self.name}"
@@ -151,13 +163,16 @@ class Child:
         if self._listener is not None:
             self._listener.join(1.0)  # its last words; a grandchild that left the group may hold the pipe longer
         self._process = None
-        lived = self._clock() - self._started
-        if lived >= HEALTHY_S:
+        lived, asked = self._clock() - self.started, self.asked is not None
+        if lived >= HEALTHY_S or asked:
             self._wait_s = FIRST_WAIT_S
-        self.quick_ends = self.quick_ends + 1 if lived < BOOT_S else 0
-        wait, self._wait_s = self._wait_s, min(self._wait_s * 2, LAST_WAIT_S)
+        self.quick_ends = self.quick_ends + 1 if lived < BOOT_S and not asked else 0
+        wait = 0.0
+        if not asked:
+            wait, self._wait_s = self._wait_s, min(self._wait_s * 2, LAST_WAIT_S)
         self.next_start = self._clock() + wait
-        return Ended(process.pid, status, lived, wait)
+        self.last_end = Ended(self.run_name, process.pid, status, lived, wait, asked)
+        return self.last_end
 
     def put_off(self) -> float:
         """The process could not be started at all: counts like one that ended at once. Returns the wait, s."""
@@ -169,6 +184,7 @@ class Child:
     def ask_to_end(self) -> None:
         """SIGTERM to the process alone: it tells its own children."""
         if self._process is not None:
+            self.asked = self._clock()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)
 

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts import batch_commands, key_commands
+from scripts import batch_commands, key_commands, top
 from scripts.batch_commands import BatchRefused
 from scripts.carried_model import ModelUnavailable
 from scripts.client import Client, ServerError, ServerUnreachable
@@ -25,7 +25,7 @@ from scripts.key_commands import KeyRefused
 from scripts.up import CannotStart, Options, base_url, parse_workers, up
 from shared.settings import WrongSettings, given
 
-BENCHMARKS = ("engine", "serve", "relay", "queue", "batch", "chaos", "exllamav2")
+BENCHMARKS = ("engine", "serve", "relay", "queue", "batch", "chaos", "coldstart", "exllamav2")
 
 
 class NotText(Exception):
@@ -71,12 +71,17 @@ def up_command(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     api_workers: Annotated[int | None, typer.Option(help="API processes.")] = None,
-    workers: Annotated[str, typer.Option(metavar="MIN:MAX", help="Workers of each engine; 0:0 for none.")] = "1:1",
+    workers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MIN:MAX", help="Workers of each engine, by what waits; may be given once for each. [1:1]"
+        ),
+    ] = None,
     insecure: Annotated[bool | None, typer.Option("--insecure", help="Listen beyond loopback without keys.")] = None,
 ) -> None:
     """Store, API and workers on this machine, until Ctrl-C."""
-    low, high = parse_workers(workers)
-    options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), low, high)
+    ranges = tuple(map(parse_workers, workers or ("1:1",)))
+    options = Options(tuple(engine or ("llamacpp",)), tuple(model or ()), tuple(alias or ()), ranges)
     raise typer.Exit(up(options, given(host=host, port=port, api_workers=api_workers, insecure=insecure)))
 
 
@@ -164,6 +169,17 @@ def models_command(
     Console().print(table)
 
 
+@app.command("top")
+def top_command(
+    url: Url = None,
+    api_key: ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="As it is now, and no more.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The server's JSON, once.")] = False,
+) -> None:
+    """Queues, workers, latencies and running requests of a running server, live."""
+    top.top(Client(url or base_url(given()), api_key, timeout_s=top.PATIENCE_S), once=once, as_json=as_json)
+
+
 app.add_typer(batch_commands.app, name="batch")
 app.add_typer(key_commands.app, name="keys")
 
@@ -178,7 +194,7 @@ def smoke_command(context: typer.Context) -> None:
 
 @app.command("bench", context_settings=_PASS_ON)
 def bench_command(context: typer.Context) -> None:
-    """Benchmarks: engine, serve, relay, queue, batch, chaos, exllamav2; --json FILE for the numbers."""
+    """Benchmarks: engine, serve, relay, queue, batch, chaos, coldstart, exllamav2; --json FILE for the numbers."""
     name, *arguments = context.args or [""]
     if name not in BENCHMARKS:
         raise CannotStart(f"Usage: bench NAME [--json FILE], NAME one of: {', '.join(BENCHMARKS)}.")

@@ -101,7 +101,7 @@ class Supervisor:
         while not self.stopping:
             for child in self.children:
                 self._look_after(child)
-            due = [child.next_start for child in self.children if child.pid is None]
+            due = [child.next_start for child in self.children if child.pid is None and child.wanted]
             self._sleep(min([1.0, *(max(0.0, at - self._clock()) for at in due)]))
         self.stop()
 
@@ -116,18 +116,35 @@ class Supervisor:
         self._end(others, self._drain_s + HAND_OVER_S)
         self._end([c for c in self.children if c.program.kind == "store" and c.pid is not None], STORE_STOP_S)
 
+    def wake(self) -> None:
+        """From any thread: what is wanted has changed."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"\0")
+
     def _look_after(self, child: Child) -> None:
         if child.pid is None:
-            if self._clock() >= child.next_start:
+            if child.wanted and self._clock() >= child.next_start:
                 self.start(child)
             return
         ended = child.ended()
         if ended is None:
+            self._dismiss(child)
             return
-        self._say(f"{child.name}: {ended}; starting it again in {ended.wait_s:.1f} s")
+        again = f"; starting it again in {ended.wait_s:.1f} s" if child.wanted and not ended.asked else ""
+        self._say(f"{child.name}: {ended}{again}")
         if child.quick_ends >= BOOT_TRIES:
             self._say_prominently(child)
         self._report(child, ended)
+
+    def _dismiss(self, child: Child) -> None:
+        """Ends one that is not wanted any more, with the same patience as when all end."""
+        if child.wanted:
+            return
+        if child.asked is None:
+            self._say(f"{child.name} is not needed any more")
+            child.ask_to_end()
+        elif self._clock() >= child.asked + self._drain_s + HAND_OVER_S:
+            child.kill()
 
     def _say_prominently(self, child: Child) -> None:
         self._say(f"!!! {child.name} has ended {child.quick_ends} times in a row soon after its start. Its last words:")

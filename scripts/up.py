@@ -1,7 +1,7 @@
 """`sluice up`: store, API and workers on this machine. Turns options into programs for the supervisor.
 
 The one place that knows all the command lines. What it finds wrong before anything runs, it says with the way out
-(`CannotStart`). Scaling between MIN and MAX is not here yet: MIN workers run.
+(`CannotStart`). How many workers run is `scripts/scaler.py`'s.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from pathlib import Path
 from scripts import carried_model, ports
 from scripts.child import Program
 from scripts.client import Client, ServerError, ServerUnreachable
-from scripts.starter import Starter
+from scripts.scaler import ScaledPool, Scaler, source_of
+from scripts.scaling import Range
 from scripts.store import (
     DataFolder,
     FolderInUse,
@@ -42,7 +44,6 @@ from workers.engines.exllamav2.directory import ModelDirectory
 from workers.engines.exllamav2.errors import LoadError
 from workers.engines.exllamav2.options import ExLlamaV2Options, check_loras
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
-from workers.engines.llamacpp.model import find_gguf
 
 ENGINES = ("llamacpp", "exllamav2", "scripted")
 
@@ -50,6 +51,8 @@ ENGINES = ("llamacpp", "exllamav2", "scripted")
 _NEEDS = {"llamacpp": ("xllamacpp", "pip install -r requirements.txt")}
 #: Longest wait for the answer whether this machine can run the GPU engine, s; torch takes some to import.
 _GPU_CHECK_S = 180.0
+#: Settings that change what a model's card says, besides those of exllamav2.
+_SHAPING = {"lanes", "context_cells", "context_length", "libllama"}
 _ROOT = Path(__file__).parents[1]
 
 
@@ -59,13 +62,13 @@ class CannotStart(Exception):
 
 @dataclass
 class Options:
-    """What `sluice up` was asked for. `models` go to the engines that take one, in order; `min_workers` is per engine."""
+    """What `sluice up` was asked for. `models` go to the engines that take one, in order; `workers` to all engines, or one to
+    each."""
 
     engines: Sequence[str] = ("llamacpp",)
     models: Sequence[str] = ()
     aliases: Sequence[str] = ()
-    min_workers: int = 1
-    max_workers: int = 1
+    workers: Sequence[Range] = (Range(1, 1),)
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Pool:
     model: Path | None
     model_id: str
     aliases: list[str] = field(default_factory=list)
+    workers: Range = field(default_factory=lambda: Range(1, 1))
 
 
 def _pool(engine: str, model: str | None) -> Pool:
@@ -92,16 +96,16 @@ def _pool(engine: str, model: str | None) -> Pool:
     return Pool(engine, Path(path), model_id or model_name(Path(path)))
 
 
-def parse_workers(text: str) -> tuple[int, int]:
+def parse_workers(text: str) -> Range:
     """`MIN:MAX` or `N`. Raises CannotStart."""
     low, colon, high = text.partition(":")
     try:
-        pair = int(low), int(high if colon else low)
+        found = Range(int(low), int(high if colon else low))
     except ValueError:
-        pair = (-1, -1)
-    if not 0 <= pair[0] <= pair[1] <= 1024:
+        found = Range(-1, -1)
+    if not 0 <= found.low <= found.high <= 1024:
         raise CannotStart(f"--workers {text}: give MIN:MAX, two numbers from 0 to 1024 such as 1:1, or one number.")
-    return pair
+    return found
 
 
 def pools(options: Options) -> list[Pool]:
@@ -115,6 +119,13 @@ def pools(options: Options) -> list[Pool]:
         raise CannotStart(
             f"--model {models[0]}: more models than engines that take one. Give --engine once for each model."
         )
+    ranges = list(options.workers) * len(made) if len(options.workers) == 1 else list(options.workers)
+    if len(ranges) != len(made):
+        raise CannotStart(
+            f"--workers: {len(ranges)} for {len(made)} engines. Give one for all, or one for each in the order of --engine."
+        )
+    for pool, workers in zip(made, ranges, strict=True):
+        pool.workers = workers
     for alias in options.aliases:
         name, equals, target = alias.partition("=")
         if not (name and equals and target):
@@ -135,20 +146,16 @@ def up(options: Options, settings: Settings, report: Callable[[str], None] | Non
     if settings.redis_url is None and not settings.data_dir.exists():  # a store that is yet to be made has no keys
         _check_exposure(settings, keys=False)
     _check_port(settings)
-    if options.max_workers > options.min_workers:
-        log.say(
-            f"scaling is not there yet: {options.min_workers} workers an engine run, not up to {options.max_workers}"
-        )
-    if options.min_workers:
-        _check_engines(made, settings)
-        if any(pool.engine == "llamacpp" and pool.model is None for pool in made):
-            carried_model.ensure(settings.cache_dir)
+    served = [pool for pool in made if pool.workers.high]
+    _check_engines(served, settings)
+    if any(pool.engine == "llamacpp" and pool.model is None for pool in served):
+        carried_model.ensure(settings.cache_dir)
     try:
         with ExitStack() as stack:
             url, store = _store(settings, log, stack)
+            workers = _workers(served, settings, url)
             programs = [*store, _api(settings, url), _batch_runner(settings, url)]
-            if options.min_workers:
-                programs += [_worker(p, n, settings, url) for p, n in _numbered(made, options.min_workers)]
+            programs += [program for pool in workers for program in pool]
             supervisor = stack.enter_context(
                 Supervisor(
                     programs, say=log.say, hear=log.hear, drain_s=settings.drain_s, on_worker_exit=Undertaker(url)
@@ -157,9 +164,17 @@ def up(options: Options, settings: Settings, report: Callable[[str], None] | Non
             if store and not _start_store(supervisor, url):
                 return 0
             _check_exposure(settings, keys=keys_configured(url))
-            served = {pool.model_id for pool in made} if options.min_workers else set()
             ReadyWatch(settings, served, log.say, report or log.say).start()
-            Starter(url, served, lambda: supervisor.stopping).start()
+            scaled = [
+                ScaledPool(
+                    pool.model_id,
+                    pool.workers,
+                    [child for child in supervisor.children if child.program in programs],
+                    _source(pool, settings),
+                )
+                for pool, programs in zip(served, workers, strict=True)
+            ]
+            Scaler(url, scaled, supervisor, idle_s=settings.idle_s, say=log.say).start()
             supervisor.run()
             return 0
     except (FolderInUse, StoreRefused) as error:
@@ -204,18 +219,20 @@ def _as_object(name: str, line: str) -> str:
 
 
 class ReadyWatch(threading.Thread):
-    """Asks the API until it is ready and a worker has loaded each model of this run, then says so once."""
+    """Asks the API until it is ready and a worker has loaded each model of this run, or the model is known if none need run;
+    then says so once."""
 
     def __init__(
         self,
         settings: Settings,
-        served: set[str],
+        served: Sequence[Pool],
         say: Callable[[str], None],
         report: Callable[[str], None],
     ) -> None:
         super().__init__(daemon=True, name="ready")
         self._client = Client(base_url(settings), os.environ.get("SLUICE_API_KEY"), timeout_s=5)
-        self._served = served
+        self._served = {pool.model_id for pool in served}
+        self._standing = {pool.model_id for pool in served if pool.workers.low}
         self._say = say
         self._report = report
         self._pause = threading.Event()
@@ -235,7 +252,7 @@ class ReadyWatch(threading.Thread):
         except (ServerUnreachable, ServerError) as error:
             return f"the API is not ready ({error})"
         try:
-            workers = self._client.get("/v1/status")["workers"]
+            status = self._client.get("/v1/status")
         except ServerError as error:
             if error.status not in (401, 403):
                 return f"the workers cannot be listed ({error})"
@@ -244,9 +261,12 @@ class ReadyWatch(threading.Thread):
             return None
         except ServerUnreachable as error:
             return str(error)
-        if missing := self._served - {worker["model"] for worker in workers}:
+        live = {worker["model"] for worker in status["workers"]}
+        known = {model["id"] for model in status["models"]}
+        if missing := (self._standing - live) | (self._served - known):
             return "no worker has loaded " + ", ".join(sorted(missing))
-        self._report(f"ready: {self._client.url} serves {', '.join(sorted(self._served)) or 'no model yet'}")
+        names = [model if model in live else f"{model} (when asked)" for model in sorted(self._served)]
+        self._report(f"ready: {self._client.url} serves {', '.join(names) or 'no model yet'}")
         return None
 
 
@@ -315,26 +335,41 @@ def _batch_runner(settings: Settings, url: str) -> Program:
     return Program("batches", "runner", lambda run: _module("scripts.batch_runner"), env=_environment(settings, url))
 
 
-def _worker(pool: Pool, name: str, settings: Settings, url: str) -> Program:
+def _workers(made: Sequence[Pool], settings: Settings, url: str) -> list[list[Program]]:
+    """For each pool as many as it may have, of which its fewest run from the start; named `engine-N`."""
+    count: Counter[str] = Counter()
+    found = []
+    for pool in made:
+        first = count[pool.engine] + 1
+        count[pool.engine] += pool.workers.high
+        names = [f"{pool.engine}-{first + index}" for index in range(pool.workers.high)]
+        found.append([_worker(pool, n, settings, url, index < pool.workers.low) for index, n in enumerate(names)])
+    return found
+
+
+def _source(pool: Pool, settings: Settings) -> str:
+    """What the pool's model card follows from: when it changes, a worker has to write another."""
+    files = [] if pool.model is None else sorted(pool.model.rglob("*")) if pool.model.is_dir() else [pool.model]
+    identity = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path in files if (stat := path.stat())]
+    shaping = {name for name in Settings.model_fields if name.startswith("exl2_")} | _SHAPING
+    return source_of(
+        pool.engine, pool.model_id, *pool.aliases, settings.model_dump_json(include=shaping), *sorted(identity)
+    )
+
+
+def _worker(pool: Pool, name: str, settings: Settings, url: str, wanted: bool) -> Program:
     arguments = ["--engine", pool.engine]
     if pool.model is not None:
         arguments += ["--model", f"{pool.model}={pool.model_id}"]
     for alias in pool.aliases:
         arguments += ["--alias", alias]
     return Program(
-        name, "worker", lambda run: _module("workers", *arguments, "--name", run), env=_environment(settings, url)
+        name,
+        "worker",
+        lambda run: _module("workers", *arguments, "--name", run),
+        env=_environment(settings, url),
+        wanted=wanted,
     )
-
-
-def _numbered(made: Sequence[Pool], each: int) -> list[tuple[Pool, str]]:
-    """`each` workers for each pool, named `engine-N`."""
-    count: dict[str, int] = {}
-    named = []
-    for pool in made:
-        for _ in range(each):
-            count[pool.engine] = count.get(pool.engine, 0) + 1
-            named.append((pool, f"{pool.engine}-{count[pool.engine]}"))
-    return named
 
 
 def _check_port(settings: Settings) -> None:
@@ -359,6 +394,8 @@ def _check_engines(made: Sequence[Pool], settings: Settings) -> None:
         if pool.engine == "exllamav2" and pool.model is not None:
             _check_gpu_engine(pool.model, settings)
         if pool.engine == "llamacpp" and pool.model is not None:
+            from workers.engines.llamacpp.model import find_gguf  # numpy, which a machine with only the API lacks
+
             try:
                 find_gguf(pool.model)
             except OSError as error:

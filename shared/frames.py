@@ -139,6 +139,11 @@ def encode_frame(frame: Frame) -> bytes:
     return _encoder.encode(frame)
 
 
+def ending_with(error: SluiceError) -> bytes:
+    """The terminal frame that ends a request with `error`, encoded."""
+    return encode_frame(Error.of(error))
+
+
 def encode_entry(frames: list[Frame]) -> bytes:
     """A log entry's field `f`."""
     return _encoder.encode(frames)

@@ -16,7 +16,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from shared.narrowing import narrowed
+from shared.narrowing import closed, narrowed
 from shared.reasoning import Reasoning
 from shared.structured import Constraint, Path, Unmet, schema_place, subschemas
 from shared.tool_grammar import grammar_of
@@ -161,7 +161,16 @@ def _plan_json(schema: Any) -> Plan:
 def _planned(schema: Any) -> Plan:
     if schema is False:
         raise Unmet("allows no text at all")
-    simple = simplified({} if schema is True else schema)
+    schema = {} if schema is True else schema
+    if (narrower := closed(schema)) is not schema:
+        try:
+            return _planned_as(simplified(narrower))
+        except Unmet:  # the wider one may be met, and if not, its own words are the reason
+            pass
+    return _planned_as(simplified(schema))
+
+
+def _planned_as(simple: dict[str, Any]) -> Plan:
     error, grammar = "", ""
     if _multiples(simple) > MAX_MULTIPLE:
         missing: str | None = "multipleOf"

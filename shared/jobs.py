@@ -20,12 +20,14 @@ from shared.structured import Constraint
 from shared.tool_calls import Tools
 
 #: The version of jobs that this code reads. A job says from which one on it is understood: a worker that would overlook what
-#: it asks for leaves it to others. 2: with a constraint. (docs/protocol.md has the rules.)
+#: it asks for leaves it to others. 2: with a constraint, cuts, or reasoning. (docs/protocol.md has the rules.)
 VERSION = 2
 #: The only function name a job may carry (RQ wants one; nothing is imported by it).
 FUNCTION = "sluice.completion"
 
 Class = Literal["interactive", "batch"]
+#: The fields that bound how much is generated.
+LimitField = Literal["max_tokens", "max_completion_tokens"]
 #: Whose requests are those of clients without a key.
 DEFAULT_TENANT = "default"
 
@@ -67,7 +69,8 @@ class Placement(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     """A checked request. Choices are prompt-major: index = prompt * n + j.
 
-    `max_tokens` None = all remaining context; 0 = generate nothing, only score the prompts. `seed` is drawn at submission if the request had none.
+    `max_tokens` None = all remaining context; 0 = generate nothing, only score the prompts. `limit_field`: what the client
+    calls it. `seed` is drawn at submission if the request had none.
     `suffix`: the text after the gap that each prompt is to fill. `add_special` / `parse_special`: how string prompts
     are tokenised. `skip_special`: control tokens are not shown. `tail`: what of it a prompt lacks is appended to it
     (`shared/no_thinking.py`); the prompts themselves stay as sent. `cuts`: places in the one prompt, in code points and
@@ -89,6 +92,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     n: int = 1
     best_of: int = 1
     max_tokens: int | None = None
+    limit_field: LimitField = "max_tokens"
     fit_max_tokens: bool = False
     stop: list[str] = []
     echo: bool = False
@@ -109,7 +113,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def version(self) -> int:
         """From which version on a worker understands all of it."""
-        return 1 if self.constraint is None else 2
+        return 1 if self.constraint is None and self.reasoning is None and not self.cuts else VERSION
 
     @property
     def candidates(self) -> int:

@@ -23,6 +23,10 @@ BATCHES_OPEN = PREFIX + "batches-open"
 HOOKS = PREFIX + "hooks"
 #: zset of the requests that have ended and whose results nobody has kept yet, by the time of their ends, ms.
 UNKEPT = PREFIX + "unkept"
+#: hash of all that was counted (`shared/measures.py`).
+COUNTS = PREFIX + "counts"
+#: stream of the last requests, where the request monitor is on: entries with one field `d`, JSON.
+RECENT = PREFIX + "recent"
 #: API keys: hash digest -> key, a string that changes with it, and hash id -> when it was last used. Not below PREFIX, so
 #: that a user of the store may have all of that and none of these.
 KEYS = "sluice-keys"
@@ -72,6 +76,11 @@ def resume(model: str, fingerprint: str) -> str:
 def served(model: str, klass: str) -> str:
     """zset of tenants, waiting or not: the tokens they were served. Whoever comes back goes on from there."""
     return f"{PREFIX}served:{model}:{klass}"
+
+
+def lately(minute: int) -> str:
+    """hash: of COUNTS the histograms, and of them what was counted in that minute since 1970."""
+    return f"{PREFIX}lately:{minute}"
 
 
 def pace(model: str) -> str:
@@ -131,8 +140,19 @@ def tokenizer(sha: str) -> str:
 
 
 def starter(model: str) -> str:
-    """string, present while something is known that starts workers for the model."""
+    """string, present while something is known that starts workers for the model: `up` and who says so, or `failed` and who, as
+    long as what it starts fails to load the model."""
     return f"{PREFIX}starter:{model}"
+
+
+def work(model: str) -> str:
+    """set of the ids that wait or run: what a model has to do."""
+    return f"{PREFIX}work:{model}"
+
+
+def loading(model: str) -> str:
+    """hash of the workers that load the model. See `loading.lua`."""
+    return f"{PREFIX}loading:{model}"
 
 
 def file(file_id: str) -> str:

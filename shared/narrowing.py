@@ -1,6 +1,7 @@
-"""Keywords that no grammar enforces, put into words that it does, at the price of leaving out some texts that would be right.
+"""Schemas put into narrower words, at the price of leaving out some texts that would be right.
 
-Where a schema says `not`, `oneOf` or `if`, a text that was written without them would often be wrong. A narrower schema, whose
+Where a schema says `not`, `oneOf` or `if`, which no grammar enforces, a text that was written without them would often be
+wrong. Where an object may have properties that nobody named, small models invent them without end. A narrower schema, whose
 texts all meet the wider one, is something a grammar can keep to. Pure.
 """
 
@@ -11,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from shared.structured import subschemas
+from shared.structured import parts_of, subschemas
 
 #: Of JSON; integers are numbers.
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -35,6 +36,71 @@ _BOUNDS = {
     "exclusiveMinimum": "maximum",
     "exclusiveMaximum": "minimum",
 }
+
+#: With these, a property that an object does not name may be wanted elsewhere in the schema.
+_COUPLED = frozenset(
+    [
+        "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "dependentSchemas", "dependentRequired", "enum", "const",
+        "patternProperties", "propertyNames", "minProperties", "maxProperties", "contains",
+    ]
+)  # fmt: skip
+#: These look beyond the place where they stand.
+_FAR = frozenset(["$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"])
+#: What stands beside a reference or alternatives without demanding anything of the same value.
+_BESIDE = frozenset(
+    [
+        "$schema", "$id", "$defs", "definitions", "$comment", "type", "title", "description", "default", "examples",
+        "deprecated", "readOnly", "writeOnly",
+    ]
+)  # fmt: skip
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema in which objects have the properties that it names for them and no others, unless it speaks of others, and
+    wherever no other part of it may ask for more. The same one, if that is nowhere."""
+    made: dict[str, Any] = json.loads(json.dumps(schema))
+    places = _free_places(made)
+    for found in places:
+        named = {
+            **found["properties"],
+            **{name: True for name in found.get("required", ()) if name not in found["properties"]},
+        }
+        found.update(properties=named, additionalProperties=False)
+    return made if places else schema
+
+
+def _free_places(root: dict[str, Any]) -> list[dict[str, Any]]:
+    """The objects' schemas in `root` that nothing but themselves holds their values to, and that leave others open."""
+    if any(_FAR & found.keys() or ("$id" in found and path) for path, found in subschemas(root)):
+        return []
+    free: dict[int, dict[str, Any]] = {}
+    bound: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(root, True)]
+    while waiting:
+        found, alone = waiting.pop()
+        if not isinstance(found, dict) or id(found) in (free if alone else bound):
+            continue
+        if alone:
+            free[id(found)] = found
+        else:
+            bound.add(id(found))
+        others = found.keys() - _BESIDE
+        sole = others <= {"$ref"} or others <= {"anyOf"} or (others <= {"allOf"} and len(found.get("allOf", ())) < 2)
+        alone = alone and (sole or not others & _COUPLED)
+        if "$ref" in found:
+            target = _target(found["$ref"], root)
+            if target is True:
+                return []
+            waiting.append((target, alone))
+        waiting += [(part, alone) for path, part in parts_of(found) if path[0] not in ("$defs", "definitions")]
+    return [
+        found
+        for key, found in free.items()
+        if key not in bound
+        and isinstance(found.get("properties"), dict)
+        and "additionalProperties" not in found
+        and not found.keys() & _COUPLED
+    ]
 
 
 def narrowed(schema: dict[str, Any], keyword: str) -> dict[str, Any] | None:

@@ -122,9 +122,9 @@ def room_for(job: Job, prompt_tokens: int, context: int) -> int:
         return room
     if job.max_tokens > room and not job.fit_max_tokens:
         raise ContextLengthExceeded(
-            f"The model's context is {context} tokens, but the prompt has {prompt_tokens} tokens and max_tokens asks "
-            f"for {job.max_tokens}; {room} are left.",
-            param="max_tokens",
+            f"The model's context is {context} tokens, but the prompt has {prompt_tokens} tokens and "
+            f"{job.limit_field} asks for {job.max_tokens}; {room} are left.",
+            param=job.limit_field,
         )
     return min(job.max_tokens, room)
 
@@ -149,7 +149,7 @@ def check_limit(job: Job, context: int) -> None:
     tell how long the prompts are."""
     if job.max_tokens is not None and job.max_tokens >= context and not job.fit_max_tokens:
         raise ContextLengthExceeded(
-            f"The model's context is {context} tokens for the prompt and the completion together, but max_tokens asks "
-            f"for {job.max_tokens}.",
-            param="max_tokens",
+            f"The model's context is {context} tokens for the prompt and the completion together, but "
+            f"{job.limit_field} asks for {job.max_tokens}.",
+            param=job.limit_field,
         )

@@ -15,9 +15,9 @@ from typing import Any
 import redis
 import structlog
 
-from shared import connection, frames, keys, results
-from shared.errors import Cancelled, DeadlineExceeded, NoWorker, PoisonRequest, SluiceError, WorkerLost
-from shared.frames import Error
+from shared import connection, keys, results
+from shared.errors import Cancelled, DeadlineExceeded, NoWorker, PoisonRequest, WorkerLost
+from shared.frames import ending_with
 from shared.scripts import ReapFrames, Scripts
 from shared.settings import Settings
 
@@ -33,22 +33,18 @@ SWEEP = 2.0
 SWEPT = 200
 
 
-def terminal(error: SluiceError) -> bytes:
-    """The frame that ends a request with `error`."""
-    return frames.encode_frame(Error.of(error))
-
-
 REAPED = ReapFrames(
-    deadline=terminal(DeadlineExceeded("The request's deadline passed.")),
-    poison=terminal(
+    deadline=ending_with(DeadlineExceeded("The request's deadline passed.")),
+    poison=ending_with(
         PoisonRequest("Workers died while they ran this request, without a new token of it. It is not tried again.")
     ),
-    tried=terminal(WorkerLost("The workers that ran this request died, one after the other.")),
+    tried=ending_with(WorkerLost("The workers that ran this request died, one after the other.")),
 )
-LATE = terminal(DeadlineExceeded("The request's deadline passed while it was waiting."))
-NONE_CAME = terminal(NoWorker("No worker for the model came in time."))
-NOT_TAKEN_UP = terminal(WorkerLost("The worker that had this request is gone, and no other came in time."))
-ORPHANED = terminal(Cancelled("The client's server is gone, and nobody came back for the request."))
+LATE = ending_with(DeadlineExceeded("The request's deadline passed while it was waiting."))
+NONE_CAME = ending_with(NoWorker("No worker for the model came in time."))
+NOT_TAKEN_UP = ending_with(WorkerLost("The worker that had this request is gone, and no other came in time."))
+NOT_LOADED = ending_with(NoWorker("The model cannot be loaded at the moment. The server's log says why."))
+ORPHANED = ending_with(Cancelled("The client's server is gone, and nobody came back for the request."))
 
 
 class Reaper(threading.Thread):
@@ -104,6 +100,7 @@ class Reaper(threading.Thread):
                 late=LATE,
                 no_worker=NONE_CAME,
                 lost=NOT_TAKEN_UP,
+                not_loaded=NOT_LOADED,
                 most=SWEPT,
                 batch_age_ms=int(self._settings.batch_age_s * 1000),
             )

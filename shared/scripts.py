@@ -21,7 +21,8 @@ from shared.jobs import VERSION
 NAMES = (
     *("submit", "take", "emit", "end", "put_back", "attach", "detach", "beat", "book", "release", "leave"),
     *("reap", "reap_proc", "sweep", "wanted", "place", "page", "keep"),
-    *("admit", "settle"),
+    *("loading", "demand"),
+    *("admit", "settle", "count"),
     *("ended", "forget", "file_delete", "hooks", "hook_done"),
     *("batch_create", "batch_take", "batch_beat", "batch_begin", "batch_commit", "batch_end", "batch_cancel"),
 )
@@ -109,6 +110,32 @@ class Swept(NamedTuple):
 
     ended: list[str]
     unkept: list[str]
+
+
+class Place(NamedTuple):
+    """Where a request waits. `position`: 1 = next. `eta_s`: until a lane is free for it, if known. `served`: a live worker has
+    its model; else `loading`, per cent that one which loads it has done, if it says so."""
+
+    position: int
+    eta_s: float | None = None
+    served: bool = True
+    loading: int | None = None
+
+
+class Busy(NamedTuple):
+    """A live worker that does not drain: its lanes, and how many of them are in use."""
+
+    name: str
+    lanes: int
+    used: int
+
+
+class Demand(NamedTuple):
+    """What a model has to do. `wait_s`: until what waits will have been taken, if known."""
+
+    waiting: int
+    wait_s: float | None
+    workers: list[Busy]
 
 
 class Page(NamedTuple):
@@ -236,10 +263,18 @@ class Scripts:
         return None if answer[0] == b"alive" else [_text(item) for item in answer[1]]
 
     def sweep(
-        self, cold_start_ms: int, *, late: bytes, no_worker: bytes, lost: bytes, most: int, batch_age_ms: int
+        self,
+        cold_start_ms: int,
+        *,
+        late: bytes,
+        no_worker: bytes,
+        lost: bytes,
+        not_loaded: bytes,
+        most: int,
+        batch_age_ms: int,
     ) -> Swept:
         """Ends what waits in vain, and finds what ended UNKEPT_MS ago and still has no result."""
-        args = (cold_start_ms, late, no_worker, lost, most, batch_age_ms, UNKEPT_MS)
+        args = (cold_start_ms, late, no_worker, lost, most, batch_age_ms, UNKEPT_MS, not_loaded)
         _, ended, unkept = self.call("sweep", *args)
         return Swept([_text(item) for item in ended], [_text(item) for item in unkept])
 
@@ -247,10 +282,25 @@ class Scripts:
         """Lanes with batch work that the worker shall give up now. See wanted.lua."""
         return int(self.call("wanted", worker, model, fp, free, batch, yielding, lanes, VERSION))
 
-    def place(self, job_id: str) -> tuple[int, float | None] | None:
-        """Place in the queue, 1 = next, and the seconds until a lane is free for it, if known. None: it does not wait."""
-        position, *ms = map(int, self.call("place", job_id))
-        return (position, None if ms[0] < 0 else ms[0] / 1000) if position else None
+    def place(self, job_id: str) -> Place | None:
+        """None: it does not wait."""
+        position, *more = map(int, self.call("place", job_id))
+        if not position:
+            return None
+        ms, workers, percent = more
+        return Place(position, _seconds(ms), workers > 0, None if percent < 0 or workers else percent)
+
+    def loading(self, worker: str, model: str, percent: int | None) -> None:
+        """How far a worker has loaded its model; None: it does not load it any more."""
+        self.call("loading", worker, model, "" if percent is None else percent)
+
+    def demand(self, model: str) -> Demand:
+        waiting, wait_ms, flat = self.call("demand", model)
+        workers = [
+            Busy(_text(name), int(lanes), int(used))
+            for name, lanes, used in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        ]
+        return Demand(int(waiting), _seconds(int(wait_ms)), workers)
 
     def pages(self, wanted: Sequence[tuple[str, Name]], most: int, size: int) -> list[Page | None]:
         """Of each request's log its entries from a frame on, that one included: `most` of them, or about `size` bytes,
@@ -268,5 +318,9 @@ class Scripts:
         self.call("leave", kind, name, frame)
 
 
+def _seconds(ms: int) -> float | None:
+    return None if ms < 0 else ms / 1000
+
+
 def _text(value: bytes | int | str) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

@@ -91,8 +91,8 @@ class _ToPrimary(Connection):
             raise redis.ConnectionError(f"{self.host}:{self.port} became a replica") from error
 
     def _find_primary(self) -> tuple[str, int]:
-        sentinels, failures = self._watched.sentinels, []
-        for sentinel in list(sentinels):
+        asking, failures = list(self._watched.sentinels), []
+        for sentinel in asking:
             try:
                 found = self._ask(*sentinel)
             except (redis.RedisError, OSError) as error:
@@ -101,9 +101,8 @@ class _ToPrimary(Connection):
             if found is None:
                 failures.append(f"{sentinel[0]}:{sentinel[1]} knows no primary {self._watched.name}")
                 continue
-            if sentinels[0] != sentinel and sentinel in sentinels:  # who answers is asked first the next time
-                sentinels.remove(sentinel)
-                sentinels.insert(0, sentinel)
+            # who answers is asked first the next time; other threads look for the primary meanwhile
+            self._watched.sentinels[:] = [sentinel, *(other for other in asking if other != sentinel)]
             return found
         raise redis.ConnectionError(f"No sentinel tells where the store is: {'; '.join(failures)}")
 

@@ -271,6 +271,14 @@ class Settings(BaseSettings):
     cold_start_s: float = Field(
         120, gt=0, description="How long a request may wait for a worker that is being started."
     )
+    scales_from_zero: list[str] = Field(
+        default_factory=list,
+        description="Models for which something else than `sluice up` starts workers (KEDA): requests are accepted, and wait, also "
+        "without one (docs/scaling.md).",
+    )
+    idle_s: float = Field(
+        300, ge=0, description="`sluice up --workers MIN:MAX` ends a worker that has been one too many for this long."
+    )
     drain_s: float = Field(30, ge=0, description="How long a stopping process lets its running requests go on.")
     stall_s: float = Field(
         30, gt=0, description="A worker whose engine gets nowhere for this long, with requests running, exits."
@@ -280,6 +288,9 @@ class Settings(BaseSettings):
     result_ttl_s: int = Field(3600, ge=1, description="How long a result is readable by id.")
     log_ttl_s: int = Field(300, ge=1, description="How long an ended stream can be replayed.")
     store_wait_s: float = Field(30, gt=0, description="How long a response waits for a store that is away.")
+    fanout_all: bool = Field(
+        False, description="Every request's frames go to its public channel, as with the field `fanout`."
+    )
     sse_heartbeat: Literal["comment", "off"] = Field("comment", description="Keep-alive and queue comments in streams.")
     sse_heartbeat_s: float = Field(8, gt=0, le=10, description="Longest silence of a stream.")
     websocket_ping_s: float = Field(
@@ -288,6 +299,13 @@ class Settings(BaseSettings):
         le=60,
         description="Seconds between pings on a WebSocket. A client that has not answered one by the next, or takes longer "
         "for one message, is gone.",
+    )
+
+    # Watching it
+    request_monitor: bool = Field(
+        False,
+        description="Show the last 100 requests on /monitor, with the beginnings of prompts and texts, to keys with the scope `admin` "
+        "(without keys: to all). They lie in the store for `result_ttl_s`.",
     )
 
     # Logs

@@ -29,7 +29,12 @@ MAX_CHOICES = 1000
 MAX_STRING = 8192
 #: So is a string at so much white space in a row.
 MAX_BLANKS = 64
-MAX_NUMBER = 32
+#: And one that goes in circles: no more than so many bytes, over and over, so many times and for so many bytes.
+MAX_PERIOD, MAX_ROUNDS, MAX_ROUND = 64, 8, 128
+#: Items of an array that are all alike: another kind comes, or none, behind so many in a row with so many bytes in all.
+MAX_ALIKE, MAX_ALIKE_BYTES = 16, 256
+#: A double is written with 24 characters at most.
+MAX_NUMBER = 24
 #: Digits of an exponent; more, and a number may be beyond a double.
 MAX_EXPONENT = 2
 
@@ -144,15 +149,18 @@ def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, A
         if not isinstance(found, dict):
             continue
         yield place, found
-        below: list[tuple[Path, Any]] = []
-        for keyword, value in found.items():
-            if keyword in _ONE:
-                below.append(((*place, keyword), value))
-            if (keyword in _LIST or keyword == "items") and isinstance(value, list):
-                below += [((*place, keyword, number), item) for number, item in enumerate(value)]
-            if keyword in _NAMED and isinstance(value, dict):
-                below += [((*place, keyword, name), item) for name, item in value.items()]
-        waiting += reversed(below)
+        waiting += reversed([((*place, *step), part) for step, part in parts_of(found)])
+
+
+def parts_of(schema: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The schemas right below a schema, each with the way to it."""
+    for keyword, value in schema.items():
+        if keyword in _ONE:
+            yield (keyword,), value
+        if (keyword in _LIST or keyword == "items") and isinstance(value, list):
+            yield from (((keyword, number), item) for number, item in enumerate(value))
+        if keyword in _NAMED and isinstance(value, dict):
+            yield from (((keyword, name), item) for name, item in value.items())
 
 
 def _check_schema(schema: Any) -> None:

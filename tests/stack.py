@@ -561,6 +561,16 @@ class Stack(Client):
         self.process.wait(10)
 
 
+def run_keys(environment: dict[str, str], *words: str) -> Any:
+    """`sluice keys ... --json`."""
+    command = [sys.executable, "-m", "scripts.cli", "keys", *words, "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def lower(headers: list[tuple[str, str]]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers}
 

@@ -41,8 +41,10 @@ def write_tiny_model(
     add_bos: bool = True,
     metadata: Mapping[str, int] | None = None,
     chat_template: str | None = None,
+    quantised: bool = False,
 ) -> Path:
-    """Without `fim`, the tokens of fill-in-the-middle have names that nobody knows. `metadata`: more of it."""
+    """Without `fim`, the tokens of fill-in-the-middle have names that nobody knows. `metadata`: more of it.
+    `quantised`: matrices as Q8_0, else in 32 bits."""
     import gguf
 
     writer: Any = gguf.GGUFWriter(path, "llama")
@@ -72,7 +74,12 @@ def write_tiny_model(
     random = np.random.default_rng(5)
 
     def add(name: str, *shape: int) -> None:
-        writer.add_tensor(name, (random.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32))
+        values = (random.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+        if quantised:
+            q8_0 = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(values, q8_0), raw_dtype=q8_0)
+        else:
+            writer.add_tensor(name, values)
 
     vocab = 256 + len(SPECIALS)
     writer.add_tensor("token_embd.weight", random.standard_normal((vocab, _WIDTH)).astype(np.float32))

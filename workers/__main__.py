@@ -17,9 +17,9 @@ from shared.parent import die_with_parent
 from shared.settings import WrongSettings, given
 from shared.store_rules import StoreRefused, check_store
 from workers.engine_loop import EngineLoop
-from workers.engines import make
+from workers.engines import make, served_id
 from workers.lane_worker import LaneWorker
-from workers.progress import load_progress
+from workers.progress import ToldProgress, load_progress
 from workers.tokenizer_proof import prove
 
 log = structlog.get_logger(__name__)
@@ -65,7 +65,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     name = options.name or f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
     try:
-        with load_progress() as progress:
+        model = served_id(options.engine, options.model)
+        with load_progress() as shown, ToldProgress(settings.redis_url, name, model) as told:
+
+            def progress(done: float, what: str) -> None:
+                shown(done, what)
+                told.report(done)
+
             loop = EngineLoop(make(options.engine, options.model, settings), progress)
             loop.start()
             card = with_aliases(loop.wait_loaded(), options.alias)

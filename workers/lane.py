@@ -162,6 +162,11 @@ class Lane:
         """Once all is written, the request is ended or given back."""
         return self.terminal is not None or self.handing_over
 
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that are done."""
+        return [choice.finished.reason for choice in self._choices if choice.finished is not None]
+
     def requests(self) -> list[EngineRequest]:
         """One engine request for each choice that is not done, in the order of the choices."""
         return [request for index, request in enumerate(self._requests) if index in self._open]

@@ -28,6 +28,7 @@ from rq.worker import SimpleWorker, WorkerStatus
 
 from shared import cards, connection, keys, results, scripts
 from shared.cards import ModelCard
+from shared.counts import Counts
 from shared.errors import Cancelled
 from shared.frames import End, Error
 from shared.reaper import Reaper, reap_worker
@@ -119,6 +120,9 @@ class LaneWorker(SimpleWorker):
         self._over: queue.SimpleQueue[tuple[Lane, bool, str] | None] = queue.SimpleQueue()
         self._done = threading.Event()
         self._stat: dict[str, Any] = {}
+        self._counts = Counts(store)
+        #: Of the engine's figures, what was counted.
+        self._counted = {"generated_tokens": 0, "out_of_memory": 0}
         self._emitter = Emitter(url, self._name, self._lane_over)
         loop.attach(self._emitter.notify, self.engine_died)
         self._control = Control(
@@ -162,6 +166,7 @@ class LaneWorker(SimpleWorker):
         finaliser = threading.Thread(target=self._finalise, name="finaliser", daemon=True)
         heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
         self._write_stat()
+        self._scripts.loading(self.name, self._card.id, None)
         for thread in (self._emitter, finaliser, heartbeat, self._control, self._taker, self._reaper):
             thread.start()
         log.info("worker_ready", worker=self.name, model=self._card.id, lanes=self._card.lanes)
@@ -175,6 +180,7 @@ class LaneWorker(SimpleWorker):
         heartbeat.join(connection.SOCKET_TIMEOUT)
         self._over.put(None)
         finaliser.join(FLUSH)
+        self._tell_counts()
         self._emitter.stop()
         self._control.stop()
         self._leave()
@@ -332,6 +338,7 @@ class LaneWorker(SimpleWorker):
                     next_beat = time.monotonic() + BEAT
                     self._compare_lanes()
                     rate.measure()
+                    self._tell_counts()
                 self._write_stat(rate.per_second, renew=due)
             except redis.RedisError as error:
                 log.warning("heartbeat_failed", error=str(error))
@@ -408,6 +415,17 @@ class LaneWorker(SimpleWorker):
         self.register_birth()  # type: ignore[no-untyped-call]
         self._publish_card()
 
+    def _tell_counts(self) -> None:
+        """By one thread at a time: the heartbeat, and after its end the main thread."""
+        for measure, now in (("generated_tokens", self._loop.tokens), ("out_of_memory", self._loop.out_of_memory)):
+            if new := now - self._counted[measure]:
+                self._counted[measure] = now
+                self._counts.add(measure, [self._card.id], new)
+        try:
+            self._counts.tell()
+        except redis.RedisError as error:
+            log.warning("counts_not_told", error=str(error))
+
     def _write_stat(self, tokens_per_second: float = 0.0, *, renew: bool = True) -> None:
         """Writes what others see of this worker, if it has changed; `renew`: also if not, and RQ's heartbeat with it."""
         busy = len(self._lanes)
@@ -468,6 +486,8 @@ class LaneWorker(SimpleWorker):
         """RQ's counters, for the worker whose end was the request's."""
         if isinstance(lane.terminal, End):
             self.increment_successful_job_count(pipeline=pipeline)
+            for reason in lane.finish_reasons:
+                self._counts.add("finish_reasons", [reason, self._card.id])
         elif isinstance(lane.terminal, Error):
             self.increment_failed_job_count(pipeline=pipeline)
 

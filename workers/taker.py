@@ -19,7 +19,7 @@ import structlog
 from shared import connection, frames, keys
 from shared.cards import ModelCard
 from shared.errors import DeadlineExceeded, InternalError, InvalidRequest, LogLost, SluiceError, UnsupportedParameter
-from shared.frames import Frame
+from shared.frames import Frame, ending_with
 from shared.jobs import Job, from_rq
 from shared.prompts import check_cuts, prompt_ids, room_for
 from shared.scripts import Scripts, Taken
@@ -203,10 +203,8 @@ class Taker(threading.Thread):
         self._free, self._accept, self._retired, self._make_room = free, accept, retired, make_room
         self._timeout_ms = int(timeout_s * 1000)
         self._reserve = reserve
-        late = DeadlineExceeded("The request's deadline passed while it was waiting.")
-        self._late = frames.encode_frame(frames.Error.of(late))
-        broken = InternalError()
-        self._broken = frames.encode_frame(frames.Error.of(broken))
+        self._late = ending_with(DeadlineExceeded("The request's deadline passed while it was waiting."))
+        self._broken = ending_with(InternalError())
         self._stopping = threading.Event()
 
     def warm_up(self) -> None:

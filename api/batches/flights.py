@@ -126,15 +126,16 @@ class Flights:
         self._sent[job_id] = Flight(waiting, custom_id, job_id)
 
     def fetch(self) -> Iterator[tuple[Flight, Ended]]:
-        """Those that have ended, or that the store does not have any more; they are in flight no longer."""
-        ids = list(self._sent)
-        while ids:
-            found = self._known.ended(ids, FETCHED)
+        """Those that have ended, or that the store does not have any more, each once; they are in flight no longer, unless
+        they are adopted meanwhile."""
+        left = dict.fromkeys(self._sent)
+        while left:
+            found = self._known.ended(list(left), FETCHED)
             for ended in found:
+                del left[ended.job_id]
                 yield self._sent.pop(ended.job_id), ended
             if len(found) < FETCHED:
                 return
-            ids = [job_id for job_id in ids if job_id in self._sent]
 
     def cancel(self) -> None:
         """Ends all of them."""

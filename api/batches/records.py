@@ -187,12 +187,15 @@ class BatchRecords:
         }
         if fields.metadata is not None:
             hashed["metadata"] = msgspec.json.encode(fields.metadata).decode()
+        arguments = (
+            *(batch_id, fields.tenant, fields.input, fields.window_s, most, fields.replay_of),
+            *(item for pair in hashed.items() for item in pair),
+        )
         with reaching_the_store():
-            verdict, *figure = self._scripts.call(
-                "batch_create",
-                *(batch_id, fields.tenant, fields.input, fields.window_s, most, fields.replay_of),
-                *(item for pair in hashed.items() for item in pair),
-            )
+            try:
+                verdict, *figure = self._scripts.call("batch_create", *arguments)
+            except (redis.ConnectionError, redis.TimeoutError):  # a client that asks again would get a second batch
+                verdict, *figure = self._scripts.call("batch_create", *arguments)
         if verdict == b"no file":
             raise NotFound("There is no such file.", param="input_file_id")
         if verdict == b"purpose":

@@ -108,6 +108,8 @@ class BatchRun:
         self._again: deque[Waiting] = deque()
         self._hold_until = 0.0
         self._open = 0
+        #: Lines were sent before, until the store or the file store failed.
+        self._begun = False
 
     def work(self) -> None:
         """Carries the batch on to its end. Raises Lost, Stopping, StoreUnavailable."""
@@ -200,8 +202,10 @@ class BatchRun:
         self._again.clear()
         still = (Waiting(*where) for where in plan if states[where[0]] == OPEN)
         flights = Flights(batch, ENDPOINTS[batch.endpoint], self._parts, self._pulse.now)
-        if self.held.fence > 1:  # who had the batch before may have died before it forgot what counts
+        if self.held.fence > 1 or self._begun:  # it may have ended between counting and forgetting
             results.forget_later([flights.job_id(line) for line, state in enumerate(states) if state in COUNTED])
+
+        self._begun = True
 
         def read(waiting: Waiting) -> Line:
             source.seek(waiting.offset)
@@ -328,9 +332,12 @@ class BatchRun:
     def _land(self, reason: str, flights: Flights, results: Results) -> None:
         """Ends all requests in flight, and writes their rows."""
         while len(flights):
+            self._check()
             for flight, ended in flights.fetch():
                 self._take(flight, ended, flights, results, reason)
             flights.cancel()
+            if len(flights):
+                self._stopping.wait(SHORTEST)
 
 
 def _cut_off(error: Error, reason: str | None) -> bool:

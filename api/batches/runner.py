@@ -34,6 +34,8 @@ BEAT = 0.5
 TRIES = 3
 #: Pause before a batch is carried on after the store or the file store did not answer, s.
 PAUSE = 1.0
+#: How long the batches' threads have, together, once the runner is told to stop, s.
+FAREWELL = 5.0
 #: Seconds between two looks for files whose time is over; for what nobody knows of any more, and how old that is.
 SWEEP, SCOUR, FORGOTTEN = 60.0, 3600.0, 86_400.0
 
@@ -71,8 +73,9 @@ class Runner:
             except Exception:
                 log.exception("runner_beat_failed")
             self._stopping.wait(BEAT)
+        until = time.monotonic() + FAREWELL
         for thread in list(self._threads.values()):
-            thread.join(5.0)
+            thread.join(max(0.0, until - time.monotonic()))
         try:
             self._records.beat([run.held for run in self._runs.values()], leave=True)
         except StoreUnavailable as error:

@@ -19,9 +19,11 @@ from api.relay.cursor import BEGIN, Behind, Cursor
 from api.relay.grace import Graces
 from api.relay.hub import SHORT, Hub, Subscription
 from api.relay.inspection import Holds, Inspector
+from api.relay.observer import Observer
 from shared.errors import LogLost, SluiceError, StructuredOutputFailed, WorkerShutdown, revive
 from shared.frames import Error, Frame, Name, Take
 from shared.jobs import Job, Placement
+from shared.scripts import Place
 from shared.tracing import Span
 
 log = structlog.get_logger(__name__)
@@ -34,7 +36,7 @@ LONGEST_WAIT = 60.0
 
 class Exchange:
     """Follows one job: a new one, to be submitted, or with `subscription` one that is in the store already, from
-    `cursor` on. `holds` says of finished texts whether they are what they were to be. `relaying` begins a span, at the first frames. Then either `run` or `first_events` and `next_events`; `close` in any case."""
+    `cursor` on. `holds` says of finished texts whether they are what they were to be; `observer` measures, `relaying` begins a span, at the first frames. Then either `run` or `first_events` and `next_events`; `close` in any case."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Exchange:
         subscription: Subscription | None = None,
         cursor: Cursor = BEGIN,
         relaying: Callable[[], Span] = Span,
+        observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = job
@@ -62,6 +65,7 @@ class Exchange:
         self._clock = clock
         self._relaying = relaying
         self._relay: Span | None = None
+        self._observer = observer
         self._inspector = Inspector(job, holds)
         self._behind = Behind(builder, cursor)
         self._reach_by = clock() + SHORT
@@ -129,6 +133,8 @@ class Exchange:
         got = self._subscription.get(timeout)
         if got is not None and self._relay is None:
             self._relay = self._relaying()
+        if got is not None and self._observer is not None:
+            self._observer.feed(got[1], self._subscription.ready_at)
         new = None if got is None else self._inspected(*got)
         if not self._behind.reached and (self.builder.ended or self._clock() >= self._reach_by):
             raise LogLost("The store does not have what this client saw of the stream.")
@@ -172,8 +178,8 @@ class Exchange:
             raise _raised(self.builder.error)
         return self.builder.response()
 
-    def position(self) -> tuple[int, float | None] | None:
-        """Place in the queue, 1 = next, and the seconds it may take; None: not waiting, or nobody knows."""
+    def position(self) -> Place | None:
+        """Place in the queue; None: not waiting, or nobody knows."""
         if self.builder.taken:
             return None
         try:
@@ -198,6 +204,8 @@ class Exchange:
         self._closed = True
         if self._relay is not None:
             self._relay.end("" if self.builder.error is None else str(self.builder.error.error.get("code")))
+        if self._observer is not None and self._followed:
+            self._observer.close(self.builder)
         self._lifecycle.unfollow(self)
         if self._left_behind:
             self._followed = False

@@ -56,6 +56,8 @@ class Subscription:
         self.pushed = pushed
         self.order = Order()
         self.touched = time.monotonic()
+        #: Since when the oldest frames lie here that the client has not got, monotonic, s.
+        self.ready_at = self.touched
         #: The request is in the store; before that, it is no wonder that it is not there.
         self.submitted = False
         #: Since when the log lacks something, monotonic, s.
@@ -156,6 +158,8 @@ class Subscription:
         self.touched = time.monotonic()
         if isinstance(new, list):
             self.short_since = None
+            if not self._entries:
+                self.ready_at = self.touched
             self._entries.append((self.order.last, new, size))
             self._bytes += size
             self._behind = (len(self._entries) >= BACKLOG or self._bytes >= BACKLOG_BYTES) and not self.order.ended

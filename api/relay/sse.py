@@ -23,8 +23,9 @@ CONTENT_TYPE = "text/event-stream"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n"
-#: Seconds between two looks at the place in the queue.
-QUEUE_LOOK = 2.0
+#: Seconds between two looks at the place in the queue; while no worker is there, which is when something changes and the
+#: store has little to do.
+QUEUE_LOOK, START_LOOK = 2.0, 0.5
 
 
 def stream(
@@ -52,15 +53,16 @@ def _events(
     exchange: Exchange, first: list[Event], heartbeat: float | None, clock: Callable[[], float]
 ) -> Iterator[bytes]:
     silence = inf if heartbeat is None else heartbeat
-    place = b"" if heartbeat is None else _place(exchange)
+    place, pause = (b"", inf) if heartbeat is None else _place(exchange)
     yield encode(first) or place  # also when empty: the first write is what sends the headers
     sent = looked = clock()
     while not exchange.builder.ended:
-        due = min(sent + silence, looked + QUEUE_LOOK if place else inf)
+        due = min(sent + silence, looked + pause)
         out = encode(exchange.next_events(max(0.0, min(due - clock(), LONGEST_WAIT))) or ())
         now = clock()
-        if not out and place and now >= looked + QUEUE_LOOK:
-            looked, before, place = now, place, _place(exchange)
+        if not out and now >= looked + pause:
+            looked, before = now, place
+            place, pause = _place(exchange)
             out = place if place != before else b""
         if not out and now >= sent + silence:
             out = place or KEEP_ALIVE
@@ -73,15 +75,19 @@ def encode(events: Iterable[Event]) -> bytes:
     return b"".join([b"id: %b\ndata: %b\n\n" % (event.id.encode(), event.data) for event in events])
 
 
-def _place(exchange: Exchange) -> bytes:
-    """A comment on the place in the queue; nothing if the request does not wait in one.
+def _place(exchange: Exchange) -> tuple[bytes, float]:
+    """A comment on what the request waits for, and after how many seconds to look again; nothing and never if it does not
+    wait in a queue.
 
     One line with no blank line after it: some clients dispatch an empty event at a blank line."""
-    position = exchange.position()
-    if position is None:
-        return b""
-    place, eta = position
-    return b": queued position=%d\n" % place if eta is None else b": queued position=%d eta=%ds\n" % (place, round(eta))
+    place = exchange.position()
+    if place is None:
+        return b"", inf
+    pause = QUEUE_LOOK if place.served else START_LOOK
+    if place.loading is not None:
+        return b": loading %d %%\n" % place.loading, pause
+    eta = b"" if place.eta_s is None else b" eta=%ds" % round(place.eta_s)
+    return b": queued position=%d%b\n" % (place.position, eta), pause
 
 
 def for_client(exchange: Exchange, error: Exception) -> SluiceError:

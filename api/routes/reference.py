@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from flask import Blueprint, Response, request
 
-from api import docs_page, openapi
+from api import docs_page, openapi, pages
 from api.services import services
 
 blueprint = Blueprint("reference", __name__)
@@ -20,12 +20,4 @@ def document() -> Response:
 @blueprint.get("/docs")
 def docs() -> Response:
     page = docs_page.render(openapi.document(services().settings), request.url_root.rstrip("/"))
-    return Response(
-        page.html,
-        content_type="text/html; charset=utf-8",
-        headers={
-            "Content-Security-Policy": page.policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-        },
-    )
+    return pages.answer(page.encode(), "text/html; charset=utf-8")

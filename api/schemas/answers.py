@@ -218,6 +218,8 @@ class WorkerState(Answer):
     """Requests it runs now."""
     tokens_per_second: Annotated[float, Field(ge=0)]
     draining: bool
+    free: Count
+    """Lanes that a request could have at once; a request of several choices takes several."""
     out_of_memory: Count
     """How often its model found no memory to compute with, since it started."""
 

@@ -16,6 +16,7 @@ from api.schemas.tools import ToolFields
 from shared import jobs
 from shared.cards import ModelCard
 from shared.errors import InvalidRequest, UnsupportedParameter
+from shared.jobs import LimitField
 from shared.settings import Settings
 
 #: What OpenAI's API had before tools.
@@ -47,9 +48,9 @@ class ChatRequest(GenerationRequest, ToolFields):
 
     def to_call(self, card: ModelCard, settings: Settings, *, created: int) -> Call:
         options = read_stream_options(self.stream_options, self.stream)
-        for field in _FORMER:
-            if getattr(self, field) is not None:
-                raise UnsupportedParameter(f"{field} is not supported; tools took its place.", param=field)
+        for former in _FORMER:
+            if getattr(self, former) is not None:
+                raise UnsupportedParameter(f"{former} is not supported; tools took its place.", param=former)
         if any(modality != "text" for modality in self.modalities or ()):
             raise InvalidRequest('modalities must be ["text"]; this server writes text alone.', param="modalities")
         if self.n > settings.max_choices:
@@ -57,12 +58,12 @@ class ChatRequest(GenerationRequest, ToolFields):
         self.callable_tools()
         demand = self.demand()
         if demand is not None and self.tools:
-            field = demand.param.partition(".")[0]
-            raise InvalidRequest(f"tools and {field} exclude each other.", param=field)
+            form = demand.param.partition(".")[0]
+            raise InvalidRequest(f"tools and {form} exclude each other.", param=form)
         self.thinking_switch()
-        field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        asked = getattr(self, field)
-        max_tokens, fit = self.token_limit(asked, field, card, settings)
+        limit: LimitField = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        asked = getattr(self, limit)
+        max_tokens, fit = self.token_limit(asked, limit, card, settings)
         job = self.job(
             card,
             settings,
@@ -74,6 +75,7 @@ class ChatRequest(GenerationRequest, ToolFields):
             logprobs=self._logprobs(settings),
             max_tokens=max_tokens,
             fit_max_tokens=fit,
+            limit_field=limit,
             add_special=False,
         )
         return Call(
@@ -83,7 +85,6 @@ class ChatRequest(GenerationRequest, ToolFields):
             self.return_tokens_as_token_ids,
             asked if fit else None,
             self.placement(settings),
-            limit_field=field,
             demand=demand,
         )
 

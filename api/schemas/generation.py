@@ -18,7 +18,7 @@ from api.schemas.thinking import ThinkingFields
 from api.webhooks import targets
 from shared.cards import ENGINE_EXTRAS, ModelCard
 from shared.errors import ContextLengthExceeded, InvalidRequest
-from shared.jobs import MAX_N, Job, Placement
+from shared.jobs import MAX_N, Job, LimitField, Placement
 from shared.settings import Settings
 
 #: More than any context, and still a number that a job can carry; JSON numbers have no end.
@@ -27,7 +27,7 @@ MAX_MAX_TOKENS = 2**53
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A checked request. `tokens_as_ids`: logprobs write `token_id:N`. `limit_field`: which field is the job's max_tokens.
+    """A checked request. `tokens_as_ids`: logprobs write `token_id:N`.
 
     `fit_from`: the max_tokens that the client allowed to be cut to what fits; it must be told what became of it.
     `demand`: what the text must be.
@@ -39,7 +39,6 @@ class Call:
     tokens_as_ids: bool
     fit_from: int | None
     placement: Placement
-    limit_field: str = "max_tokens"
     demand: Demand | None = None
 
     def with_job(self, job: Job) -> Call:
@@ -100,7 +99,7 @@ class GenerationRequest(SamplingFields, OutputFormatFields, ThinkingFields):
         )
 
     def token_limit(
-        self, asked: int | None, field: str, card: ModelCard, settings: Settings
+        self, asked: int | None, field: LimitField, card: ModelCard, settings: Settings
     ) -> tuple[int | None, bool]:
         """(limit or None for all remaining context, whether a limit that does not fit is cut); `asked` in `field`."""
         if asked is None:

@@ -55,6 +55,8 @@ def send(target: Target, event_id: str, body: bytes, secret: str, *, private: bo
     cut.daemon = True
     cut.start()
     try:
+        if isinstance(connection.sock, ssl.SSLSocket):
+            connection.sock.do_handshake()
         connection.request("POST", target.path, body, headers)
         status = connection.getresponse().status
     except (
@@ -71,11 +73,12 @@ def send(target: Target, event_id: str, body: bytes, secret: str, *, private: bo
 
 
 def _connection(target: Target, ip: str) -> http.client.HTTPConnection:
-    """Connected to that address, and talking to the host by its name."""
+    """Connected to that address, and talking to the host by its name. The handshake of TLS is still to come."""
     raw = socket.create_connection((ip, target.port), timeout=SILENCE)
     try:
         if target.scheme == "https":
-            raw = ssl.create_default_context().wrap_socket(raw, server_hostname=target.host)
+            tls = ssl.create_default_context()
+            raw = tls.wrap_socket(raw, server_hostname=target.host, do_handshake_on_connect=False)
     except BaseException:
         raw.close()
         raise

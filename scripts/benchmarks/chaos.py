@@ -45,7 +45,19 @@ TOKENS, DELAYS = (10, 80), (20, 150)
 #: What may be there when nothing runs: workers, API processes, models, RQ's books, and what is kept of ended requests.
 KEPT = ("rq:job:", "sluice:log:", "rq:results:")
 BOOKS = ("rq:finished:", "rq:failed:", "rq:canceled:", "rq:worker", "rq:queues", "rq:intermediate")
-STANDING = ("workers", "procs", "alive:", "lease:", "stat:", "card", "tokenizer:", "bell:", "starter:", "sweep")
+STANDING = (
+    "workers",
+    "procs",
+    "alive:",
+    "lease:",
+    "stat:",
+    "card",
+    "tokenizer:",
+    "bell:",
+    "starter:",
+    "sweep",
+    "alone:",
+)
 FIGURES = ("served:", "pace:", "full", "yield:", "limit:", "idem:")
 _ROOT = Path(__file__).parents[2]
 

@@ -116,6 +116,46 @@ local function free_key(idem, id) -- the same key may try again
   if has_key(idem) and string.sub(R('GET', idem) or '', 1, #id + 1) == id .. ' ' then R('DEL', idem) end
 end
 
+-- What is counted for the metrics: the hash `counts`, with fields as shared/measures.py names them, and lately:{minute}, the
+-- same of histograms. SECONDS: the bounds of their buckets, as they stand there.
+local SECONDS = { 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.4, 0.6, 1.0, 1.5, 2.5, 4.0, 6.0, 10.0, 20.0, 30.0,
+  60.0, 120.0, 300.0, 600.0, 1800.0 }
+local LATELY = 600 -- s
+local OUTCOMES = { deadline_exceeded = 1, engine_overloaded = 1, internal_error = 1, log_lost = 1, no_worker = 1,
+  poison_request = 1, store_unavailable = 1, structured_output_failed = 1, worker_lost = 1, worker_shutdown = 1 }
+
+local function lately(now)
+  return P .. 'lately:' .. math.floor(now / 60000)
+end
+
+local function known(model) -- a label has few values: models that have a card
+  return type(model) == 'string' and redis.pcall('SISMEMBER', P .. 'cards', model) == 1 and model or 'other'
+end
+
+local function of_class(class, model)
+  return (class == 'batch' and 'batch' or 'interactive') .. '|' .. known(model)
+end
+
+local function tally(measure, labels, by)
+  pcall(R, 'HINCRBY', P .. 'counts', measure .. '|' .. labels, int(by)) -- whatever lies there: what happens, happens
+end
+
+local function observe(measure, labels, ms, now)
+  local bucket = #SECONDS
+  for i, bound in ipairs(SECONDS) do
+    if ms <= bound * 1000 then
+      bucket = i - 1
+      break
+    end
+  end
+  local minute = lately(now)
+  for _, hash in ipairs({ P .. 'counts', minute }) do
+    pcall(R, 'HINCRBY', hash, measure .. '|' .. bucket .. '|' .. labels, 1)
+    pcall(R, 'HINCRBY', hash, measure .. '|us|' .. labels, int(ms * 1000))
+  end
+  R('EXPIRE', minute, LATELY)
+end
+
 -- Whoever takes this request next goes on from its log. j: fields of its hash by name
 local function give_back(id, j, worker)
   local now = clock()
@@ -185,7 +225,7 @@ local function charge(model, class, tenant, tokens) -- tokens < 0: it had been c
   R('ZADD', P .. 'ring:' .. model .. ':' .. class, 'XX', score, tenant)
 end
 
-local function tokens_of(id, frame, needs) -- that a request was served which ends with `frame`; without usage: about
+local function tokens_of(id, frame, needs) -- of the prompt and sampled, of a request that ends with `frame`; without usage: about
   local prompt, completion = string.match(frame, '"prompt_tokens":(%d+)'), string.match(frame, '"completion_tokens":(%d+)')
   local log, written = P .. 'log:' .. id, 0
   if not completion then -- an entry is a step: a token of each choice
@@ -194,7 +234,7 @@ local function tokens_of(id, frame, needs) -- that a request was served which en
     end
     written = math.max(0, R('XLEN', log) - 3) * needs -- but for take, start and end
   end
-  return whole(prompt, 0, 0, 1e9) + whole(completion, written, 0, 1e9)
+  return whole(prompt, 0, 0, 1e9), whole(completion, written, 0, 1e9)
 end
 
 local function keep_pace(id, frame, now) -- a request ends: what it took and was served, if a worker has had it
@@ -202,13 +242,35 @@ local function keep_pace(id, frame, now) -- a request ends: what it took and was
   if not j.taken or not j.model then return end
   local needs = whole(j.needs, 1, 1, 1000000)
   local ran = whole(j.spent, 0, 0, ATTEMPTS) + (j.status == 'started' and math.max(0, now - whole(j.taken, now, 0, now)) or 0)
-  local tokens, pace = tokens_of(id, frame, needs), P .. 'pace:' .. j.model
+  local prompt, completion = tokens_of(id, frame, needs)
+  tally('prompt_tokens', of_class(j.class, j.model), prompt)
+  tally('completion_tokens', of_class(j.class, j.model), completion)
+  local tokens, pace = prompt + completion, P .. 'pace:' .. j.model
   local known = R('HMGET', pace, 'seen', 'lane_ms', 'tokens')
   local seen = math.min(MEMORY, whole(known[1], 0, 0, MEMORY) + 1)
   local lane_ms, mean = tonumber(known[2] or 0) or 0, tonumber(known[3] or 0) or 0
   R('HSET', pace, 'seen', seen, 'lane_ms', string.format('%.3f', lane_ms + (ran * needs - lane_ms) / seen),
     'tokens', string.format('%.3f', mean + (tokens - mean) / seen))
   if j.tenant and j.class then charge(j.model, j.class, j.tenant, tokens - whole(j.charged, 0, 0, 1e9)) end
+end
+
+-- A request that was let in under its key's limits (admit.lua) is over: it no longer counts as running, and tokens that
+-- were reserved and not used go back (or those used beyond are taken). A bucket that ran out of time meanwhile is full:
+-- there is nothing to put right but a debt. limit: tokens a minute, nil = none
+local function settle(key, id, limit, reserved, used)
+  local bucket, now = P .. 'limit:' .. key, clock()
+  R('ZREM', P .. 'running:' .. key, id)
+  if not limit then return end
+  local b = R('HMGET', bucket, 'tokens', 'at')
+  local t = math.min(limit, (tonumber(b[1]) or limit) + reserved - used) -- the time since `at` is counted at the next look
+  if not b[1] and t >= limit then return end
+  R('HSET', bucket, 'tokens', string.format('%.3f', t), 'at', int(tonumber(b[2]) or now))
+  R('PEXPIRE', bucket, int(math.ceil(math.max(0, limit - t) * 60000 / limit) + 120000))
+end
+
+local function settle_left(id, frame, needs, left) -- what settle.lua has left to the end; left: out of the job's hash
+  local key, limit, reserved = string.match(left or '', '^(%S+) (%d*) (%d+)$')
+  if key then settle(key, id, tonumber(limit), tonumber(reserved), tokens_of(id, frame, whole(needs, 1, 1, 1000000))) end
 end
 
 local function live_workers(model) -- their figures: lanes, free lanes, name; one that drains takes nothing
@@ -261,11 +323,23 @@ local function fullness() -- the used part of the store's memory, 0 to 1; 0 = no
   return share
 end
 
+local function at_work(model) -- set of the requests of a model that wait or run: its size is what scales workers (docs/scaling.md)
+  return P .. 'work:' .. model
+end
+
 local function announce(url, kind, about, now) -- a webhook, to be sent by a courier within three days
   local event = 'evt_' .. redis.sha1hex(about .. kind)
   R('HSET', P .. 'hook:' .. event, 'url', url, 'kind', kind, 'about', about, 'created', math.floor(now / 1000))
   R('EXPIRE', P .. 'hook:' .. event, 3 * 86400)
   R('ZADD', P .. 'hooks', int(now), event)
+end
+
+local function count_end(id, frame, status, now) -- for the metrics
+  local j = named(id, 'model', 'class', 'born')
+  local code = string.match(frame, '"code":"([a-z_]+)"') or ''
+  local outcome = status == 'finished' and 'completed' or status == 'failed' and (OUTCOMES[code] and code or 'failed') or 'cancelled'
+  tally('requests', outcome .. '|' .. of_class(j.class, j.model), 1)
+  if j.born then observe('request_duration', of_class(j.class, j.model), math.max(0, now - whole(j.born, now, 0, now)), now) end
 end
 
 local KINDS = { finished = 'response.completed', canceled = 'response.cancelled', stopped = 'response.cancelled' }
@@ -281,7 +355,7 @@ end
 -- Whoever is answered that it won folds the log into the result (shared/results.py); if it cannot, sweep.lua finds the
 -- request in unkept, a zset of ids by the time of their ends.
 local function finish(id, frame, by, status)
-  local j = job(id, 'a', 'owner', 'origin', 'model', 'fp', 'class', 'tenant', 'home', 'status', 'exec', 'result_ttl', 'log_ttl', 'fanout', 'idem', 'hook')
+  local j = job(id, 'a', 'owner', 'origin', 'model', 'fp', 'class', 'tenant', 'home', 'status', 'exec', 'result_ttl', 'log_ttl', 'fanout', 'idem', 'hook', 'needs', 'limits')
   local origin, now = j[3] or '', clock()
   local ta, s = top(id)
   local a = math.max(whole(j[1], 0, 0, ATTEMPTS), ta) + 1
@@ -289,8 +363,11 @@ local function finish(id, frame, by, status)
   R('XADD', log, int(a) .. '-' .. (s + 1), 'f', '[' .. frame .. ']')
   R('EXPIRE', log, math.min(whole(j[12], 300, 1, YEARS), fullness() > 0.6 and 60 or YEARS))
   -- Where its other keys belong something else may lie: it ends all the same.
+  if j[4] then redis.pcall('SREM', at_work(j[4]), id) end
   if j[9] == 'queued' then pcall(unqueue, id, origin, j[4] or '', j[5], j[6], j[7]) end
   pcall(keep_pace, id, frame, now)
+  pcall(settle_left, id, frame, j[16], j[17])
+  pcall(count_end, id, frame, status, now)
   pcall(drop_execution, id, origin, j[10], j[2])
   R('HSET', 'rq:job:' .. id, 'terminal', by, 'status', status, 'a', int(a), 'ended_at', rq_time(now), 'exec', '', 'end', frame)
   R('EXPIRE', 'rq:job:' .. id, ttl)

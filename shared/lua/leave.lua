@@ -4,7 +4,10 @@
 -- ARGV  1 'worker' or 'proc'  2 name  3 cancelled frame, for an API process
 local function give_up(id, a)
   local j = named(id, 'a', 'owner', 'terminal', 'status', 'model', 'fp', 'class', 'origin', 'exec')
-  if not j.terminal and j.a == a and j.owner == ARGV[2] and j.status == 'started' then give_back(id, j, ARGV[2]) end
+  if not j.terminal and j.a == a and j.owner == ARGV[2] and j.status == 'started' then
+    give_back(id, j, ARGV[2])
+    tally('handovers', known(j.model), 1)
+  end
 end
 
 if ARGV[1] == 'worker' then

@@ -1,8 +1,9 @@
 -- Where a request stands in its queue. Over all tenants: those with less tokens served come before, if requests are
 -- about equal.
 -- ARGV  1 id
--- Returns {position, 1 = next; ms until a lane will have come free for it, -1 = not known}; {0} it does not wait
-local id = ARGV[1]
+-- Returns {position, 1 = next; ms until a lane will have come free for it, -1 = not known; live workers of its model; per cent
+--         that the furthest of those which load it have done, -1 = none says so}; {0} it does not wait
+local id, now = ARGV[1], clock()
 local j = named(id, 'status', 'terminal', 'origin', 'model', 'class', 'tenant', 'fp')
 if j.status ~= 'queued' or j.terminal or not j.model then return { 0 } end
 local class, before, found = j.class or 'interactive', 0, nil
@@ -30,5 +31,10 @@ if not found and j.tenant then
 elseif not found then
   return { 0 }
 end
-local speed = rate(j.model)
-return { before + 1, speed and int(math.min((before + 1) / speed, ATTEMPTS)) or '-1' }
+local speed, loaded = rate(j.model), -1
+local reports = redis.pcall('HGETALL', P .. 'loading:' .. j.model)
+for i = 2, #reports, 2 do
+  local percent, at = string.match(reports[i], '^(%d+) (%d+)$')
+  if percent and now - tonumber(at) < 15000 then loaded = math.max(loaded, tonumber(percent)) end -- else it died
+end
+return { before + 1, speed and int(math.min((before + 1) / speed, ATTEMPTS)) or '-1', #live_workers(j.model), loaded }

@@ -7,6 +7,7 @@
 local w, now = ARGV[1], clock()
 if ARGV[3] ~= '1' and R('EXISTS', P .. 'lease:' .. w) == 1 then return { 'alive' } end
 local lanes, back, ended = R('HGETALL', P .. 'lanes:' .. w), 0, {}
+if R('SISMEMBER', P .. 'workers', w) == 1 then tally('workers_lost', known(redis.pcall('HGET', P .. 'stat:' .. w, 'model')), 1) end
 forget_worker(w)
 
 local function told(id, a) -- a token was logged by that attempt: the request is not what killed the worker
@@ -40,6 +41,7 @@ local function bury(id, a)
       ended[#ended + 1] = id
     else
       give_back(id, j, w)
+      tally('failovers', known(j.model), 1)
       back = back + 1
     end
   end

@@ -7,4 +7,5 @@ if R('HGET', P .. 'lanes:' .. w, id) == ARGV[3] then R('HDEL', P .. 'lanes:' .. 
 local j = named(id, 'a', 'owner', 'terminal', 'status', 'model', 'fp', 'class', 'origin', 'exec')
 if j.terminal or j.a ~= ARGV[3] or j.owner ~= w or j.status ~= 'started' then return 0 end
 give_back(id, j, w)
+tally('handovers', known(j.model), 1)
 return 1

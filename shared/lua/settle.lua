@@ -1,19 +1,16 @@
--- A request is over: it no longer counts as running, and tokens that were reserved and not used go back (or those
--- used beyond are taken). A bucket that ran out of time meanwhile is full: there is nothing to put right but a debt.
--- One that runs on without its client is left as it is.
--- ARGV  1 key id  2 job id  3 tokens a minute or ''  4 tokens reserved  5 tokens used
+-- Nobody waits for a request any more that was let in under its key's limits: puts right what was reserved for it. One
+-- that runs on without its client goes on counting as running and keeps its reservation: its end puts it right.
+-- ARGV  1 key id  2 job id  3 tokens a minute or ''  4 tokens reserved  5 tokens used, as far as its client was told, or ''
 -- Returns 1, or 0 if it runs on
-local j = job(ARGV[2], 'status', 'terminal')
-if j[1] and not j[2] then return 0 end
-local bucket, now = P .. 'limit:' .. ARGV[1], clock()
-R('ZREM', P .. 'running:' .. ARGV[1], ARGV[2])
-local limit = tonumber(ARGV[3])
-if not limit then return 1 end
-local b = R('HMGET', bucket, 'tokens', 'at', 'requests')
-local t = (tonumber(b[1]) or limit) + tonumber(ARGV[4]) - tonumber(ARGV[5])
-local at = tonumber(b[2]) or now
-t = math.min(limit, t) -- the time since `at` is counted when the bucket is next looked at
-if not b[1] and t >= limit then return 1 end
-R('HSET', bucket, 'tokens', string.format('%.3f', t), 'at', int(at))
-R('PEXPIRE', bucket, int(math.ceil(math.max(0, limit - t) * 60000 / limit) + 120000))
+local key, id, limit, reserved, used = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local j = named(id, 'status', 'terminal', 'end', 'needs')
+if j.status and not j.terminal then
+  R('HSET', 'rq:job:' .. id, 'limits', key .. ' ' .. ARGV[3] .. ' ' .. int(reserved))
+  return 0
+end
+local frame = j.terminal and j['end'] or ''
+if frame ~= '' and (not used or string.find(frame, '"completion_tokens":', 1, true)) then
+  used = tokens_of(id, frame, whole(j.needs, 1, 1, 1000000))
+end
+settle(key, id, limit, reserved, used or 0)
 return 1

@@ -1,11 +1,13 @@
--- Ends what nobody will take: what waited past its deadline, or for too long without a live worker that could take it.
+-- Ends what nobody will take: what waited past its deadline, or for too long without a live worker that could take it, or
+-- for workers that fail to load.
 -- Takes what does not wait any more out of the lists, and empty lists off the books. So with what RQ lists as running long
 -- past its deadline: somebody wrote over it, or took it from its worker by hand. Finds what ended a while ago without
--- that its result was kept: whoever ended it died, or could not be told that it did.
+-- that its result was kept: whoever ended it died, or could not be told that it did. Puts right the sets of what is at work.
 -- ARGV  1 longest wait without a worker, ms  2 deadline frame  3 frame for one that no worker came for
 --       4 frame for one whose worker is gone  5 looked at in each list, at most
 --       6 age at which batch work becomes interactive, ms
 --       7 age at which an end is old, ms
+--       8 frame for one that waits for workers which fail to load the model
 -- Returns {looked at, [ended id, ...], [id of an old end without a result, ...]}; {0, {}, {}} if another process has just
 -- done it
 if not R('SET', P .. 'sweep', '1', 'NX', 'PX', 1500) then return { 0, {}, {} } end
@@ -19,6 +21,20 @@ for _, w in ipairs(R('SMEMBERS', P .. 'workers')) do
   end
 end
 
+local alone = {} -- model -> since when it has no live worker (by these sweeps)
+for _, model in ipairs(redis.pcall('SMEMBERS', P .. 'cards')) do
+  if live[model] then
+    R('DEL', P .. 'alone:' .. model)
+  else
+    R('SET', P .. 'alone:' .. model, int(now), 'NX')
+    alone[model] = tonumber(redis.pcall('GET', P .. 'alone:' .. model) or nil)
+  end
+  for _, id in ipairs(redis.pcall('SRANDMEMBER', at_work(model), 100)) do
+    local j = named(id, 'status', 'terminal')
+    if j.terminal or (j.status ~= 'queued' and j.status ~= 'started') then R('SREM', at_work(model), id) end
+  end
+end
+
 local function look(id, list, served, lost) -- served: by the list's own name; nil: it is the job's model that counts
   looked = looked + 1
   local j = string.match(id, '^[%w_-]+$') and named(id, 'status', 'terminal', 'dl', 'queued', 'model') or {}
@@ -26,11 +42,17 @@ local function look(id, list, served, lost) -- served: by the list's own name; n
     R('LREM', list, 0, id)
     return
   end
-  local late = whole(j.dl, now, -ATTEMPTS, ATTEMPTS) < now
-  if served == nil then served = live[j.model or ''] end
-  local alone = not served and now - whole(j.queued, now, 0, now) > tonumber(ARGV[1])
-  if late or alone then
-    finish(id, late and ARGV[2] or lost, late and 'deadline' or 'sweep', 'failed')
+  local late, since = whole(j.dl, now, -ATTEMPTS, ATTEMPTS) < now, whole(j.queued, now, 0, now)
+  local model = j.model or string.sub(list, #'rq:queue:' + 1) -- RQ's own list has the model's name
+  if redis.pcall('SISMEMBER', P .. 'cards', model) == 1 then redis.pcall('SADD', at_work(model), id) end
+  if served == nil then
+    served = live[model]
+    since = math.max(since, alone[model] or 0)
+  end
+  local starter = not live[model] and redis.pcall('GET', P .. 'starter:' .. model)
+  local failing = type(starter) == 'string' and string.find(starter, '^failed') ~= nil
+  if late or failing or (not served and now - since > tonumber(ARGV[1])) then
+    finish(id, late and ARGV[2] or failing and ARGV[8] or lost, late and 'deadline' or 'sweep', 'failed')
     ended[#ended + 1] = id
   end
 end

@@ -52,7 +52,8 @@ local mean = whole(figure(model, 'tokens'), 1, 1, 1e9) -- what a request is char
 local function account(id, j, score) -- score: its tenant's, when its turn came
   R('HSET', 'rq:job:' .. id, 'taken', int(now))
   if not (j.class and j.tenant) then return end
-  if not j.charged then
+  if not j.charged then -- its first take
+    observe('queue_time', of_class(j.class, model), math.max(0, now - whole(j.queued, now, 0, now)), now)
     R('HSET', 'rq:job:' .. id, 'charged', mean)
     charge(model, j.class, j.tenant, mean)
   end
@@ -94,6 +95,7 @@ local function give(id, put_back, room, score) -- false: it has to wait for lane
   pcall(account, id, j, score) -- something else may lie where its keys belong
   begin_execution(id, origin, A, w, now, left)
   R('HSET', P .. 'lanes:' .. w, id, A)
+  redis.pcall('SADD', at_work(model), id) -- one that RQ enqueued is not in it yet
   tell(id, j.home, j.fanout, a, s + 1, frame)
   suspect, seen = suspect or kills > 0, seen or kills + tries > 0
   free = free - needs

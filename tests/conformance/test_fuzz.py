@@ -15,6 +15,8 @@ from tests.stack import REAL, SCRIPTED, Stack
 FUZZ = environments.HERE / "fuzz.py"
 #: Model -> ids in its vocabulary.
 VOCABULARY = {SCRIPTED: 65_536, REAL: 49_152}
+#: The only answers of 500 and above: a text without the form that was asked for, and a cursor that its stream never had.
+DOCUMENTED = ("502 structured_output_failed", "503 log_lost")
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +45,9 @@ def fuzz(stack: Stack, model: str, requests: int, *, max_tokens: int, timeout: f
 def passed(report: dict[str, Any], requests: int) -> None:
     assert report["failures"] == [], (len(report["failures"]), report["failures"][:5])
     assert report["requests"] == requests
-    # 503: a cursor that its stream never had
-    assert not [status for status in report["statuses"] if status >= "5" and status != "503"], report["statuses"]
-    assert not [refusal for refusal in report["refusals"] if refusal.startswith("503") and "log_lost" not in refusal]
+    failed = sum(count for status, count in report["statuses"].items() if status >= "5")
+    documented = [count for refusal, count in report["refusals"].items() if refusal.startswith(DOCUMENTED)]
+    assert failed == sum(documented), (report["statuses"], report["refusals"])
     assert report["valid_served"] * 2 >= report["valid"], report["refusals"]
 
 

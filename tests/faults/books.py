@@ -60,7 +60,7 @@ def attempts(told: list[Frame]) -> list[list[Frame]]:
 #: Keys that stay: of the process, of RQ's books, and what is there as long as the model is.
 STAY = ("rq:job:", "sluice:log:", "rq:results:", "rq:finished:", "rq:failed:", "rq:canceled:", "rq:worker", "rq:queues")
 STAY = (*STAY, "sluice:workers", "sluice:procs", "sluice:alive:", "sluice:lease:", "sluice:stat:", "sluice:card")
-STAY = (*STAY, "sluice:tokenizer:", "sluice:bell:", "sluice:starter:", "sluice:sweep")
+STAY = (*STAY, "sluice:tokenizer:", "sluice:bell:", "sluice:starter:", "sluice:sweep", "sluice:alone:")
 #: Figures and short notes of the admission.
 STAY = (*STAY, "sluice:served:", "sluice:pace:", "sluice:full", "sluice:yield:", "sluice:limit:", "sluice:idem:")
 

@@ -57,6 +57,20 @@ THOUGHT = ["<thi", "nk>w", "hy </th", "at> so", "</thi", "nk>\n", "42"]
 #: A call; the blow comes inside its tag, or inside its arguments.
 CALL = ["So.<tool", '_call>{"name": "f", ', '"arguments": {"a"', ': "b', 'c"}}', "</tool_", "call>"]
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+#: One that masks write, a character a token; the first 38 are those before its arguments.
+MASKED = said(json.dumps({"prefer": ["x"], "delay_ms": 20}))
+FORCED = {
+    "parallel_tool_calls": False,
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "parameters": {"type": "object", "properties": {"a": {"const": "abc" * 25}}, "required": ["a"]},
+            },
+        }
+    ],
+}
 
 #: Prompt and fields of each case. The blow comes, as a rule, after the second token.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -98,6 +112,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat that thinks and calls, with logprobs": (
         said(script("<think>x</think>", *CALL, **DELAY)),
         {**TOOLS, "logprobs": True},
+    ),
+    "chat that has to call": (MASKED, {**FORCED, "tool_choice": "required"}),
+    "chat that has to call this, with logprobs": (
+        MASKED,
+        {**FORCED, "tool_choice": {"type": "function", "function": {"name": "f"}}, "logprobs": True},
     ),
     "chat with a call cut off": (said(script(*CALL, **DELAY)), {**TOOLS, "max_tokens": 4}),
     "chat with a stop string": (

@@ -1,7 +1,8 @@
 """Field cases of queue, worker and store: faults that people met in systems like this one. Long idle times are true with
 --slow, else a sixtieth of it.
 
-Elsewhere: FB-002, FB-022 in test_hub.py, FB-019 in test_races.py, FB-021 in test_lane_worker.py.
+Elsewhere: FB-002, FB-022 in test_hub.py, FB-018 with FB-118 in test_batch_faults.py, FB-019 in test_races.py, FB-021 in
+test_lane_worker.py, FB-043 in test_known_jobs.py.
 """
 
 from __future__ import annotations

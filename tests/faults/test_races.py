@@ -17,9 +17,8 @@ import pytest
 
 from shared import frames, keys
 from shared.errors import Cancelled
-from shared.frames import Error, Frame, Name, Take
+from shared.frames import Error, Frame, Name, Take, ending_with
 from shared.jobs import Job, Placement, new_id
-from shared.reaper import terminal
 from shared.scripts import Scripts
 from tests.conftest import Node, Store, Worker, script, wait_for
 from tests.faults import books
@@ -30,7 +29,7 @@ COUNT = 500
 SOON = 0.005
 #: Tokens come as fast as they can, until somebody cancels.
 RUNNING = script("a", "b", "c", repeat=0, delay_ms=1)
-CANCELLED = terminal(Cancelled("The test has cancelled it."))
+CANCELLED = ending_with(Cancelled("The test has cancelled it."))
 
 
 class Listener(threading.Thread):

@@ -13,8 +13,7 @@ import pytest
 
 from shared import keys
 from shared.errors import DeadlineExceeded, QueueFull, StoreUnavailable
-from shared.frames import Error
-from shared.reaper import terminal
+from shared.frames import Error, ending_with
 from shared.scripts import Scripts, Taken
 from tests.conftest import Node, Store, Stream, Worker, script, wait_for
 from tests.stack import SCRIPTED, Stack, endless
@@ -24,7 +23,7 @@ Open = Callable[..., Node]
 
 RUNS = script("r", repeat=0, delay_ms=20)
 QUICK = script("q")
-LATE = terminal(DeadlineExceeded("late"))
+LATE = ending_with(DeadlineExceeded("late"))
 
 
 @pytest.fixture(autouse=True)
@@ -116,11 +115,11 @@ def test_the_place_counts_all_tenants_and_the_time_is_the_rate_s(store: Store, s
     streams = [node.submit(took, tenant=tenant) for tenant in "aaabc"]
     batch = node.submit(took, placement={"klass": "batch"})
     places = [node.gateway.position(stream.job.id) for stream in (*streams, batch)]
-    numbers = [place[0] for place in places if place is not None]
+    numbers = [place.position for place in places if place is not None]
     assert len(set(numbers)) == 6, "each has a place of its own"
     assert sorted(numbers[i] for i in (0, 3, 4)) == [1, 2, 3], "each tenant's first comes before any second"
     assert (numbers[1], numbers[2], numbers[5]) == (4, 5, 6)
-    etas = [place[1] for place in places if place is not None]
+    etas = [place.eta_s for place in places if place is not None]
     assert all(eta is not None and 0.2 * number <= eta <= 3 * number for number, eta in zip(numbers, etas, strict=True))
     running.hang_up()
     order = sorted((*streams, batch), key=lambda stream: stream.read().names[0].a)

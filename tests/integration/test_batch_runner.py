@@ -12,15 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from api.batches.records import COMPLETED, FAILED, Batch, BatchRecords, Fields, Held, Lost, Usage
 from api.batches.runner import Runner
 from api.file_records import FileRecords, Part, new_id
 from api.file_store import FileStore
 from shared import keys
-from shared.errors import FileInUse, InvalidRequest, NotFound, QueueFull
+from shared.errors import (
+    EngineOverloaded,
+    FileInUse,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    StoreUnavailable,
+)
 from shared.jobs import from_rq
 from shared.settings import Settings
+from shared.structured import Constraint
 from tests.batches import codes, line, lines, texts
 from tests.conftest import Node, Store, Worker, script, wait_for
 from tests.integration.test_field_cases_templates import OFF
@@ -209,6 +219,21 @@ def test_a_line_counts_once(place: Place) -> None:
     assert bytes(place.records.lines(held)) == b"cc0"
 
 
+def test_a_batch_is_made_once_if_the_answer_is_lost(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, lost = place.records._scripts.call, iter([True])
+
+    def unheard(*arguments: Any) -> Any:
+        answer = call(*arguments)
+        if next(lost, False):
+            raise redis.ConnectionError("cut off")
+        return answer
+
+    monkeypatch.setattr(place.records._scripts, "call", unheard)
+    batch = place.create(lines(1), tenant="unheard")
+    assert next(lost, None) is None, "it was lost"
+    assert [one.id for one in place.records.listed("unheard", after=None, limit=9)[0]] == [batch.id]
+
+
 def test_tenants_take_turns(place: Place) -> None:
     for number in range(6):
         place.create(lines(1), tenant="many" if number < 5 else "few")
@@ -300,6 +325,86 @@ def test_a_request_that_is_lost_is_sent_again(place: Place, start_worker: Start)
         place.store.delete(f"rq:job:{job_id.decode()}")
         place.store.lrem("rq:queue:scripted:batch:default", 0, job_id)
     assert place.ended(batch)["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+
+
+def test_a_text_that_cannot_be_checked_now_stops_no_other_line(place: Place, start_worker: Start) -> None:
+    """It is checked once there is room for it; a check that fails is that line's own end."""
+    start_worker(lanes=8)
+    place.start()
+    runner = place.runners[0][0]
+    holds, busy = runner.constraints.holds, threading.Event()
+    busy.set()
+
+    def overloaded(constraint: Constraint, text: str) -> bool:
+        if "later" in text and busy.is_set():
+            raise EngineOverloaded("Too many texts are being checked.")
+        if "never" in text:
+            raise InternalError
+        return holds(constraint, text)
+
+    runner.constraints.holds = overloaded  # type: ignore[method-assign]
+    batch = place.create(
+        b"".join(
+            line(name, script(json.dumps({name: 1})), response_format={"type": "json_object"})
+            for name in ("later", "never", "a", "b")
+        )
+    )
+    counts = wait_for(lambda: found if (found := place.shown(batch)["request_counts"])["completed"] else None, 30)
+    assert counts == {"total": 4, "completed": 2, "failed": 1}, "the others are written down"
+    busy.clear()
+    shown = place.ended(batch)
+    assert shown["request_counts"] == {"total": 4, "completed": 3, "failed": 1}
+    assert texts(place.rows(shown["output_file_id"])) == {n: json.dumps({n: 1}) for n in ("later", "a", "b")}
+    assert codes(place.rows(shown["error_file_id"])) == {"never": "internal_error"}
+    assert place.jobs() == []
+
+
+def test_a_runner_that_waits_for_checks_can_be_stopped(place: Place, start_worker: Start) -> None:
+    """Also while it ends a batch that was cancelled."""
+    start_worker(lanes=8)
+    place.start()
+    runner, stopping, _ = place.runners[0]
+    asked = threading.Event()
+
+    def overloaded(constraint: Constraint, text: str) -> bool:
+        asked.set()
+        raise EngineOverloaded("Too many texts are being checked.")
+
+    runner.constraints.holds = overloaded  # type: ignore[method-assign]
+    batch = place.create(line("later", script("{}"), response_format={"type": "json_object"}))
+    assert asked.wait(30)
+    thread = runner._threads[batch.id]
+    place.records.cancel(batch.id, "*")
+    wait_for(lambda: runner._runs[batch.id].status == "cancelling", 10)
+    asked.clear()
+    assert asked.wait(10)
+    stopping.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    place.stop()
+    place.start()  # another one, whose checks have room
+    shown = place.ended(batch)
+    assert shown["status"] == "cancelled" and shown["request_counts"]["completed"] == 1, "its text was there"
+    assert place.jobs() == []
+
+
+def test_nothing_is_left_of_lines_whose_counting_was_not_confirmed(place: Place, start_worker: Start) -> None:
+    """The store counted them, and its answer was lost: they are done, and their requests are forgotten all the same."""
+    start_worker(lanes=8)
+    place.start()
+    records = place.runners[0][0]._records
+    commit, lost = records.commit, iter([True])
+
+    def unheard(*arguments: Any) -> None:
+        commit(*arguments)
+        if next(lost, False):
+            raise StoreUnavailable("The store does not answer.")
+
+    records.commit = unheard  # type: ignore[method-assign]
+    shown = place.ended(place.create(lines(20)))
+    assert next(lost, None) is None, "it was lost"
+    assert shown["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+    assert place.jobs() == [] and not place.store.keys("rq:results:*")
 
 
 def test_fb121_damaged_results(place: Place, start_worker: Start) -> None:

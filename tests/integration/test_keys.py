@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,19 +13,9 @@ import pytest
 from shared import keys
 from shared.scripts import Scripts
 from tests import batches
-from tests.conftest import ROOT, Store, script, wait_for
+from tests.conftest import Store, script, wait_for
 from tests.contract.schemas import check_error
-from tests.stack import SCRIPTED, Answer, Client, Stack, endless, said
-
-
-def run_keys(environment: dict[str, str], *words: str) -> Any:
-    """`sluice keys ... --json`."""
-    command = [sys.executable, "-m", "scripts.cli", "keys", *words, "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.stack import SCRIPTED, Answer, Client, Stack, endless, run_keys, said
 
 
 def refused(answer: Answer, status: int, code: str | None) -> None:
@@ -148,6 +134,25 @@ def _left(client: Client) -> int:
     return int(answer.headers["x-ratelimit-remaining-tokens"]) if answer.status == 200 else 0
 
 
+def test_what_runs_without_its_client_is_counted_too(with_key: Callable[..., Client]) -> None:
+    """In the background nobody waits for the end, who could tell what was used: it is taken all the same, and the rest of
+    the reservation comes back."""
+    client = with_key("--tpm", "3000", "--concurrent", "1")
+    spent = 0
+    for delay_ms in (0, 4):
+        asked = client.complete(script(*["a"] * 100, delay_ms=delay_ms), max_tokens=1500, background=True)
+        assert asked.status == 202, asked
+        ended = wait_for(lambda made=asked: _ended(client, made.json["id"]), 20)
+        spent += ended["usage"]["total_tokens"]
+    left = wait_for(lambda: _left(client), 5)
+    assert 3000 - 2 * spent < left < 3000 - spent / 2, (spent, left)
+
+
+def _ended(client: Client, job_id: str) -> dict[str, Any] | None:
+    job: dict[str, Any] = client.job(job_id).json
+    return job if job["status"] == "completed" else None
+
+
 def test_running_requests_are_counted(with_key: Callable[..., Client]) -> None:
     client = with_key("--concurrent", "2")
     with client.open(endless(delay_ms=20)) as one, client.open(endless(delay_ms=20)) as two:
@@ -196,15 +201,15 @@ def test_buckets_fill_evenly_and_carry_debts(store: Store) -> None:
     assert 0 < store.client.pttl("sluice:limit:key-y") < 200_000
 
 
-def test_a_request_that_runs_on_without_its_client_keeps_what_it_has(store: Store) -> None:
+def test_a_request_that_runs_on_without_its_client_keeps_what_it_has_until_its_end(store: Store) -> None:
     scripts = Scripts(store.client)
     scripts.call("admit", "key-z", "cmpl-z", "", "1000", "1", 900)
     store.client.hset(keys.job("cmpl-z"), mapping={"status": "started"})
     assert scripts.call("settle", "key-z", "cmpl-z", "1000", 900, 0) == 0
     assert scripts.call("admit", "key-z", "cmpl-y", "", "1000", "1", 10)[0] == b"concurrent"
-    store.client.hset(keys.job("cmpl-z"), "terminal", "w")
+    scripts.end("cmpl-z", "w", b'{"k":"end","usage":{"prompt_tokens":30,"completion_tokens":270}}', "finished")
     answer = scripts.call("admit", "key-z", "cmpl-y", "", "1000", "1", 10)
-    assert answer[0] == b"ok" and int(answer[5]) < 150
+    assert answer[0] == b"ok" and 690 <= int(answer[5]) < 750, "300 were used"
 
 
 def test_a_key_without_limits_is_not_counted(with_key: Callable[..., Client], locked: Stack) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from api.gateway import error_frame
 from api.relay.hub import BACKLOG
 from shared import keys, results
 from shared.errors import Cancelled, IdempotencyConflict, InternalError, NotFound, SluiceError, WorkerLost
-from shared.frames import Delta, Error
+from shared.frames import Delta, Error, ending_with
 from shared.jobs import Job, Placement, new_id
 from shared.scripts import Scripts
 from tests.conftest import Node, Store, Worker, script, wait_for
@@ -69,6 +68,20 @@ def test_another_tenant_finds_nothing(store: Store, start_worker: Any, node: Nod
     assert node.gateway.submit(second, key) == second.id, "the key of a request that is gone is free"
 
 
+def test_fb043_a_result_whose_time_is_over(store: Store, start_worker: Any, node: Node) -> None:
+    """It is not found, whatever RQ's registries still name, and what is told of all requests is told without it."""
+    start_worker()
+    over = node.submit(script("a"), placement={"result_ttl_s": 1}).read().job.id
+    finished = "rq:finished:scripted:interactive:default"
+    wait_for(lambda: not store.client.exists(keys.job(over)))
+    assert store.client.zscore(finished, over)
+    with pytest.raises(NotFound):
+        node.gateway.known.find(over, "default")
+    node.gateway.status()
+    node.submit(script("b")).read()
+    assert store.client.zscore(finished, over) is None, "the next end takes it off"
+
+
 @pytest.mark.parametrize(
     ("error", "frees"), [(WorkerLost("gone"), True), (Cancelled("no"), True), (InternalError(), False)]
 )
@@ -84,7 +97,7 @@ def test_an_end_that_may_be_repeated_frees_the_key(
     key = Placement(idempotency=(new_id(), "body"))
     assert node.gateway.submit(first, key) == node.gateway.submit(second, key) == first.id
     status = "canceled" if isinstance(error, Cancelled) else "failed"
-    assert Scripts(node.store).end(first.id, "test", error_frame(error), status)[0] == 1
+    assert Scripts(node.store).end(first.id, "test", ending_with(error), status)[0] == 1
     assert node.gateway.submit(second, key) == (second.id if frees else first.id)
     node.gateway.known.cancel(second.id)
 

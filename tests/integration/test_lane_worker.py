@@ -424,7 +424,7 @@ def test_a_full_store_lets_running_streams_finish(store: Store, start_worker: St
 
 
 #: What is kept of models and tenants, not of requests, and who looks after them.
-BOOKS = (b"sluice:bell", b"sluice:full", b"sluice:pace:", b"sluice:served:", b"sluice:sweep")
+BOOKS = (b"sluice:alone:", b"sluice:bell", b"sluice:full", b"sluice:pace:", b"sluice:served:", b"sluice:sweep")
 
 
 def test_nothing_is_left_of_ended_requests_but_log_and_result(store: Store, start_worker: Start, node: Node) -> None:

@@ -12,7 +12,7 @@ from api.gateway import GONE
 from shared import keys, results
 from shared.frames import Delta, End, Frame, Name, Start, decode_entry, encode_frame, first_seq
 from shared.jobs import Job
-from shared.reaper import LATE, NONE_CAME, NOT_TAKEN_UP, ORPHANED, REAPED, Reaper
+from shared.reaper import LATE, NONE_CAME, NOT_LOADED, NOT_TAKEN_UP, ORPHANED, REAPED, Reaper
 from shared.scripts import UNKEPT_MS, Scripts, Taken
 from shared.settings import Settings
 from tests.conftest import Node, Store, Worker, script, wait_for
@@ -53,7 +53,7 @@ def take(scripts: Scripts, worker: str, fingerprint: str) -> list[str]:
 
 def sweep(store: Store, scripts: Scripts, cold_start_ms: int = 0) -> int:
     store.client.delete("sluice:sweep")
-    frames = {"late": LATE, "no_worker": NONE_CAME, "lost": NOT_TAKEN_UP}
+    frames = {"late": LATE, "no_worker": NONE_CAME, "lost": NOT_TAKEN_UP, "not_loaded": NOT_LOADED}
     return len(scripts.sweep(cold_start_ms, **frames, most=100, batch_age_ms=600_000).ended)
 
 
@@ -453,3 +453,70 @@ def test_what_has_piled_up_goes_in_entries_of_bounded_size(store: Store, scripts
     assert max(len(fields[b"f"]) for _, fields in log) < ENTRY_BYTES + 20_000
     assert [frame for _, fields in log for frame in decode_entry(fields[b"f"])][1:] == [delta for (delta,) in deltas]
     assert log[-1][0].decode() == f"{taken.name.a}-41"
+
+
+def at_work(store: Store) -> set[bytes]:
+    found: set[bytes] = store.client.smembers(keys.work(MODEL))
+    return found
+
+
+def test_what_waits_or_runs_is_counted_and_nothing_else(store: Store, scripts: Scripts) -> None:
+    """Autoscalers read it: too many would keep workers, too few would end one that has work."""
+    live(store, "w1", "fp")
+    store.client.sadd(keys.CARDS, MODEL)
+    for job_id in ("j1", "j2", "j3"):
+        submit(scripts, job_id)
+    assert at_work(store) == {b"j1", b"j2", b"j3"}
+    ended_by(scripts, "w1", "j1")
+    assert at_work(store) == {b"j2", b"j3"}
+    scripts.end("j2", "cancel", GONE, "canceled")
+    assert at_work(store) == {b"j3"}
+    store.client.srem(keys.work(MODEL), "j3")
+    store.client.sadd(keys.work(MODEL), "deleted", "j1")
+    sweep(store, scripts, 60_000)
+    assert at_work(store) == {b"j3"}, "what was lost or left over is put right"
+    ended_by(scripts, "w1", "j3")
+    assert not store.client.exists(keys.work(MODEL))
+
+
+def test_a_long_wait_counts_from_when_the_last_worker_went(store: Store, scripts: Scripts) -> None:
+    live(store, "w1", "fp")
+    store.client.sadd(keys.CARDS, MODEL)
+    submit(scripts, "j1")
+    store.client.hset(keys.job("j1"), "queued", 1)
+    sweep(store, scripts, 60_000)
+    scripts.leave("worker", "w1")
+    assert sweep(store, scripts, 60_000) == 0
+    store.client.incrby(f"sluice:alone:{MODEL}", -60_001)
+    assert sweep(store, scripts, 60_000) == 1
+
+
+def test_who_waits_for_a_model_that_cannot_be_loaded_is_told(store: Store, scripts: Scripts) -> None:
+    store.client.sadd(keys.CARDS, MODEL)
+    submit(scripts, "j1")
+    store.client.set(keys.starter(MODEL), "up a", ex=60)
+    assert sweep(store, scripts, 60_000) == 0
+    store.client.set(keys.starter(MODEL), "failed a", ex=60)
+    live(store, "w1", "fp")
+    assert sweep(store, scripts, 60_000) == 0, "another machine can"
+    scripts.leave("worker", "w1")
+    assert sweep(store, scripts, 60_000) == 1
+    assert b"cannot be loaded" in store.client.xrevrange(keys.log("j1"), count=1)[0][1][b"f"]
+
+
+def test_the_load_of_a_dead_worker_is_not_told(store: Store, scripts: Scripts) -> None:
+    submit(scripts, "j1")
+    scripts.loading("w1", MODEL, 40)
+    scripts.loading("w2", MODEL, 70)
+    place = scripts.place("j1")
+    assert place is not None and (place.position, place.served, place.loading) == (1, False, 70)
+    store.client.hset(keys.loading(MODEL), "w2", "70 1")  # long ago
+    place = scripts.place("j1")
+    assert place is not None and place.loading == 40
+    scripts.loading("w1", MODEL, None)
+    place = scripts.place("j1")
+    assert place is not None and place.loading is None
+    scripts.loading("w1", MODEL, 99)
+    live(store, "w3", "fp")
+    place = scripts.place("j1")
+    assert place is not None and place.served and place.loading is None, "the queue is what counts"

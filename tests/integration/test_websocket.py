@@ -22,8 +22,7 @@ from shared import keys
 from shared.settings import Settings
 from tests.conftest import script, wait_for
 from tests.contract.schemas import check_chunk, check_error
-from tests.integration.test_keys import run_keys
-from tests.stack import ANSWER_S, SCRIPTED, Chat, Stack, body, endless, reasoning_of, said, strict_json
+from tests.stack import ANSWER_S, SCRIPTED, Chat, Stack, body, endless, reasoning_of, run_keys, said, strict_json
 from tests.stack import text_of as stack_text
 
 #: The pings of the stack here, s.

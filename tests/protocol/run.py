@@ -42,9 +42,9 @@ from api.schemas.stream_options import StreamOptions
 from scripts.store import server_binary
 from shared import connection, keys, results
 from shared.errors import Cancelled
-from shared.frames import Delta, Name, Take, decode_entry, first_seq
+from shared.frames import Delta, Name, Take, decode_entry, ending_with, first_seq
 from shared.jobs import Job, Placement
-from shared.reaper import reap_worker, terminal
+from shared.reaper import reap_worker
 from shared.scripts import Scripts
 from shared.settings import Settings
 from tests.protocol import scheduler as simulation
@@ -414,7 +414,7 @@ class World:
 
     def _cancel(self, job_id: str) -> None:
         with contextlib.suppress(Exception):
-            Scripts(connection.connect("")).end(job_id, "cancel", terminal(Cancelled("Cancelled.")), "canceled")
+            Scripts(connection.connect("")).end(job_id, "cancel", ending_with(Cancelled("Cancelled.")), "canceled")
 
     # -- what is looked at while it runs
 

@@ -6,6 +6,7 @@ Only for tests of what a client sees; the real ones have tests of their own.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from shared.cards import ModelCard
 from shared.errors import ModelNotFound, SluiceError
 from shared.frames import End, Error, Frame, Name
 from shared.jobs import Job, Placement
+from shared.scripts import Place
 
 CARD = ModelCard(
     id="scripted", engine="scripted", context=1000, vocab_size=65536, lanes=4, fingerprint="fp", aliases=("alias",)
@@ -32,6 +34,7 @@ class FakeSubscription:
         self._last = Name(5, 0)
         self.closed = False
         self.pushed = True
+        self.ready_at = time.monotonic()
 
     def push(self, item: Frame | list[Frame] | Exception) -> None:
         if isinstance(item, Exception):
@@ -73,7 +76,7 @@ class FakeStore:
         self.placements: list[Placement] = []
         self.detached: list[str] = []
         self.open_subscriptions: dict[str, FakeSubscription] = {}
-        self.places: list[tuple[int, float | None] | None] = []
+        self.places: list[Place | None] = []
         self.alive = True
         self.calls: list[str] = []
         self.tokenizers: dict[str, str] = {}
@@ -105,7 +108,7 @@ class FakeStore:
     def leave(self) -> None:
         self.calls.append("leave")
 
-    def position(self, job_id: str) -> tuple[int, float | None] | None:
+    def position(self, job_id: str) -> Place | None:
         return self.places.pop(0) if self.places else None
 
     def cards(self) -> list[ModelCard]:

@@ -23,7 +23,7 @@ from tests.unit.fakes import FakeStore
 
 SECRET = "sk-sluice-" + "a1" * 32
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
-OPEN = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("HEAD", "/ready")}
+OPEN = {(method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready", "/", "/monitor")}
 
 
 class FakeKeys:
@@ -136,6 +136,9 @@ def test_fb106_no_route_answers_without_its_key(locked: FlaskClient, headers: di
         "/health//x",
         "/health/x",
         "/x/../health",
+        "/web",
+        "/web/base.html",
+        "/web/../pages.py",
     }:
         for method in METHODS if not headers else ("GET", "POST"):
             for asked in (path, path + "/", f"{path}?api_key={SECRET}&key={SECRET}"):
@@ -167,11 +170,13 @@ def test_fb106_a_key_opens(locked: FlaskClient, store: FakeStore, headers: dict[
     refused(locked.get("/v1/completions", headers=headers), 405, "method_not_allowed")
 
 
-def test_shells_are_open_and_empty(locked: FlaskClient) -> None:
-    """They are not there yet; what matters is that they are no way around the key."""
-    for path in ("/", "/monitor"):
-        assert locked.get(path).status_code == 404
+def test_the_playground_and_its_files_are_open_and_no_way_around_the_key(locked: FlaskClient) -> None:
+    for path in ("/", "/web/base.css", "/web/playground.js"):
+        assert locked.get(path).status_code == locked.head(path).status_code == 200
         refused(locked.post(path), 401, "invalid_api_key")
+    for path in ("/web/base.html", "/web/nothing.js", "/web/base.css/x", "/web/%2e%2e/pages.py"):
+        refused(locked.get(path), 401, "invalid_api_key")
+        refused(locked.get(path, headers=bearer()), 404, "not_found")
 
 
 def test_fb036_a_preflight_needs_no_key(make_app: Callable[..., Flask]) -> None:
@@ -312,9 +317,12 @@ def test_a_store_that_lost_its_keys_does_not_open_the_door(
     assert make_app(host="0.0.0.0", insecure=True).test_client().get("/v1/models").status_code == 200
 
 
-def test_an_entry_that_is_no_key_neither_opens_nor_breaks_anything() -> None:
+def test_an_entry_that_is_no_key_neither_opens_nor_breaks_anything(locked: FlaskClient, kept: FakeKeys) -> None:
     for raw in (b"", b"{", b"[]", b'{"id": 5}', b"\xff", b'{"id":"x","requests":"many"}'):
         assert decoded(raw).revoked is not None
+    kept.table = {"\ufffd": decoded(b"{"), **kept.table}
+    assert locked.get("/v1/models", headers=bearer()).status_code == 200
+    refused(locked.get("/v1/models", headers=bearer("\x7e")), 401, "invalid_api_key")
 
 
 def test_keys_come_and_the_door_closes(make_app: Callable[..., Flask], kept: FakeKeys, clock: Clock) -> None:

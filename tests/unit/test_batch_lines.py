@@ -5,14 +5,21 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Sequence
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.batches.endpoints import ENDPOINTS
+from api.batches.flights import FETCHED, Flights, Waiting
 from api.batches.input_file import Checked, Line, LineFault, Plan, check, read_line
 from api.batches.order import LEVELS, Prefixes
+from api.batches.records import Batch
+from api.known_jobs import Ended
 
 URL = "/v1/completions"
 
@@ -108,6 +115,25 @@ def ordered(texts: list[str]) -> list[str]:
     for text in texts:
         prefixes.add(text)
     return [texts[index] for index in prefixes.order()]
+
+
+def test_what_ended_is_fetched_once_at_a_time() -> None:
+    """Also if it is looked after again at once, as its text could not be checked: the runner has more to do."""
+
+    class Known:
+        def ended(self, job_ids: Sequence[str], most: int) -> list[Ended]:
+            return [Ended(job_id, there=False) for job_id in job_ids][:most]
+
+    parts: Any = SimpleNamespace(gateway=SimpleNamespace(known=Known()))
+    flights = Flights(Batch({b"secret": b"s"}), ENDPOINTS[URL], parts, lambda: 0.0)
+    count = 2 * FETCHED + 10
+    for number in range(count):
+        flights.adopt(Waiting(number, 0, 0), str(number))
+    fetched = []
+    for flight, _ in islice(flights.fetch(), 10 * count):
+        fetched.append(flight.custom_id)
+        flights.adopt(flight.waiting, flight.custom_id)
+    assert fetched == [str(number) for number in range(count)] and len(flights) == count
 
 
 def test_lines_that_begin_alike_run_one_after_the_other() -> None:

@@ -155,6 +155,7 @@ def test_the_template_makes_the_prompt(client: FlaskClient, store: FakeStore) ->
     job = store.jobs[0]
     assert job.prompts == ["<|260|>system: s<|261|><|260|>user: u<|261|><|260|>assistant: "]
     assert (job.kind, job.cuts, job.reasoning, job.add_special, job.tail) == ("chat", (), None, False, "")
+    assert job.version == 1, "older workers understand all of it"
 
 
 def ids_of(job: Any, card: ModelCard = PLAIN) -> list[int]:
@@ -219,6 +220,7 @@ def test_fb071_tools_are_looked_at_too(client: FlaskClient, store: FakeStore) ->
     assert '{"<|263|>": {}}' in store.jobs[0].prompts[0]
     assert chat(client, tools=[tool]).status_code == 200
     assert [n for n in ids_of(store.jobs[1]) if n > 255] == [260, 261, 260, 261, 260], "in a system message too"
+    assert all(job.cuts and job.version == 2 for job in store.jobs), "an older worker would make control tokens of them"
 
 
 def test_more_forged_tokens_than_the_context_has_room_for(client: FlaskClient, store: FakeStore) -> None:

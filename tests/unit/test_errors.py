@@ -24,7 +24,7 @@ def refused(response: Any, status: int, code: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/nope", "/v1/nope", "/v1", "/", "/v1/completions/x/y/z", "/v1//models", "/%00", "/v1/é"]
+    "path", ["/nope", "/v1/nope", "/v1", "/web", "/v1/completions/x/y/z", "/v1//models", "/%00", "/v1/é"]
 )
 def test_unknown_paths(client: FlaskClient, path: str) -> None:
     refused(client.get(path), 404, "not_found")

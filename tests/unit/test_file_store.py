@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from api.file_store import BLOCK, FileStore
 from shared.errors import StoreUnavailable
@@ -44,6 +46,28 @@ def test_what_was_written_is_read(files: FileStore) -> None:
     with files.opened("files/a", len(BIG)) as opened:
         opened.seek(BLOCK)
         assert opened.read(10) == BIG[BLOCK : BLOCK + 10]
+
+
+class StrictFiles(MemoryFileSystem):
+    """As S3: a range that begins behind the end of a file is an error."""
+
+    protocol = ("strict",)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        if (start or 0) >= self.size(path):
+            raise OSError(22, "Requested Range Not Satisfiable")
+        whole: bytes = super().cat_file(path, start=start, end=end, **more)
+        return whole
+
+
+def test_nothing_is_asked_for_behind_the_end() -> None:
+    """Who does not know how long a file is gets all of it."""
+    fsspec.register_implementation("strict", StrictFiles, clobber=True)
+    files = FileStore("strict://bucket")
+    for size in (24, BLOCK, BLOCK + 24):
+        files.put("batches/b/plan", BIG[:size])
+        assert b"".join(files.read("batches/b/plan", 0, 2 * BLOCK if size > BLOCK else BLOCK)) == BIG[:size]
+    files.remove(["batches/b/plan"])
 
 
 def test_an_upload_that_fails_leaves_nothing(files: FileStore) -> None:

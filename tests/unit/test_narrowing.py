@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+import referencing
 
 from shared.grammars import meets, plan, simplified
-from shared.narrowing import complement, narrowed
+from shared.narrowing import closed, complement, narrowed
 from shared.structured import Unmet, of_schema
+from tests.conformance.schema_corpus import sample
 from tests.conftest import needs_jsonschema
 
 VALUES: list[Any] = [
@@ -120,6 +122,73 @@ def test_other_words_never_allow_more(schema: dict[str, Any]) -> None:
 def test_what_nothing_meets_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(Unmet):
         plan(of_schema(schema))
+
+
+#: Objects that get no other properties than those that are named for them: schema, and texts of the closed one and of no such.
+PAIR = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CLOSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (PAIR, ["{}", '{"a":1}', '{"a":1,"b":2}'], ['{"c":1}', '{"a":1,"c":1}']),
+    ({"properties": {"a": True}, "required": ["b"]}, ['{"a":1,"b":2}', "1"], ['{"b":1,"c":1}', '{"a":1}']),
+    ({"type": "array", "items": PAIR}, ['[{"a":1}]'], ['[{"c":1}]']),
+    ({"properties": {"x": {"$ref": "#/$defs/pair"}}, "$defs": {"pair": PAIR}}, ['{"x":{"a":1}}'], ['{"x":{"c":1}}', '{"y":1}']),
+    ({"anyOf": [PAIR, {"type": "null"}]}, ['{"a":1}', "null"], ['{"c":1}']),
+    ({"properties": {"x": {"allOf": [PAIR], "title": "X"}}}, ['{"x":{"a":1}}'], ['{"x":{"c":1}}']),
+    ({"properties": {"next": {"$ref": "#"}}}, ['{"next":{"next":{}}}'], ['{"next":{"c":1}}']),
+    ({"type": "object", "additionalProperties": PAIR}, ['{"c":{"a":1}}'], ['{"c":{"c":1}}']),
+]  # fmt: skip
+#: And those that are left as they are, each with a text that closing would have cost it.
+OPEN: list[tuple[dict[str, Any], str]] = [
+    ({"type": "object"}, '{"c":1}'),
+    ({**PAIR, "additionalProperties": True}, '{"c":1}'),
+    ({**PAIR, "additionalProperties": {"type": "null"}}, '{"a":1,"c":null}'),
+    ({**PAIR, "patternProperties": {"^x": True}}, '{"x":1}'),
+    ({**PAIR, "minProperties": 3}, '{"c":1,"d":1,"e":1}'),
+    ({"allOf": [PAIR, {"required": ["c"]}]}, '{"c":1}'),
+    ({"allOf": [PAIR, {"properties": {"c": True}}]}, '{"a":1,"c":1}'),
+    ({**PAIR, "anyOf": [{"required": ["c"]}, {"required": ["d"]}]}, '{"c":1}'),
+    ({**PAIR, "dependentRequired": {"a": ["c"]}}, '{"a":1,"c":1}'),
+    ({**PAIR, "dependentSchemas": {"a": {"required": ["c"]}}}, '{"a":1,"c":1}'),
+    ({"$ref": "#/$defs/pair", "required": ["c"], "$defs": {"pair": PAIR}}, '{"c":1}'),
+    ({"properties": {"x": {"$ref": "#/$defs/p"}, "y": {"$ref": "#/$defs/p", "required": ["c"]}}, "$defs": {"p": PAIR}}, '{"y":{"c":1}}'),
+    ({**PAIR, "unevaluatedProperties": {"type": "null"}}, '{"c":null}'),
+    ({"$id": "http://a.b/c", "$ref": "d", "$defs": {"d": {"$id": "d", **PAIR}}}, '{"c":1}'),
+    ({"$ref": "#pair", "$defs": {"pair": {"$anchor": "pair", **PAIR}}}, '{"c":1}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), CLOSED, ids=lambda value: json.dumps(value)[:50])
+def test_nobody_invents_properties(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    planned = plan(of_schema(schema))
+    assert planned.missing is None
+    assert [text for text in (*right, *wrong) if meets(planned.grammar, text)] == right
+
+
+@pytest.mark.parametrize(("schema", "text"), OPEN, ids=lambda value: json.dumps(value)[:50])
+def test_properties_that_are_wanted_elsewhere_may_come(schema: dict[str, Any], text: str) -> None:
+    assert closed(schema) == schema or schema["properties"]["y"], "beside it something may be closed"
+    assert meets(plan(of_schema(schema)).grammar, text)
+
+
+@needs_jsonschema
+@pytest.mark.parametrize(
+    "schema",
+    [schema for schema, *_ in CLOSED + OPEN] + [case.schema for case in sample() if isinstance(case.schema, dict)],  # type: ignore[operator]
+    ids=lambda schema: json.dumps(schema)[:50],
+)
+def test_a_closed_schema_allows_no_more(schema: dict[str, Any]) -> None:
+    made = closed(schema)
+    try:
+        right = [value for value in VALUES if holds(schema, value)]
+    except referencing.exceptions.Unresolvable:
+        return
+    assert all(holds(schema, value) for value in VALUES if holds(made, value))
+    assert not right or made == schema or any(holds(made, value) for value in right)
+
+
+def test_a_schema_that_closing_would_leave_nothing_of_stays_open() -> None:
+    """`required` asks for what `properties` forbid; the reason is told of the schema as it was sent."""
+    with pytest.raises(Unmet):
+        plan(of_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}))
 
 
 def test_where_nothing_would_be_left_only_the_rest_is_enforced() -> None:

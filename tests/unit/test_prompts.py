@@ -107,6 +107,7 @@ def test_room() -> None:
         (100, {}, "prompt"),
         (101, {"max_tokens": 0}, "prompt"),
         (90, {"max_tokens": 11}, "max_tokens"),
+        (90, {"max_tokens": 11, "limit_field": "max_completion_tokens"}, "max_completion_tokens"),
     ):
         with pytest.raises(ContextLengthExceeded) as caught:
             room_for(job("x", **fields), tokens, 100)
@@ -120,6 +121,9 @@ def test_a_limit_that_fits_behind_no_prompt() -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
         check_limit(job("x", max_tokens=100), 100)
     assert caught.value.param == "max_tokens" and caught.value.message.count("100") == 2
+    with pytest.raises(ContextLengthExceeded, match="max_completion_tokens asks for 100") as caught:
+        check_limit(job("x", max_tokens=100, limit_field="max_completion_tokens"), 100)
+    assert caught.value.param == "max_completion_tokens"
     for fits in ({"max_tokens": 99}, {"max_tokens": 100, "fit_max_tokens": True}, {}):
         check_limit(job("x", **fits), 100)
 

@@ -18,6 +18,7 @@ from api.relay.grace import Graces
 from shared.errors import ContextLengthExceeded, JobLost, NoWorker, SluiceError, StoreUnavailable, WorkerLost
 from shared.frames import Delta, Error, Frame, Start, Take
 from shared.jobs import Job
+from shared.scripts import Place
 from tests.contract.schemas import check_chunk, check_error
 from tests.unit.completion_frames import a_job, told
 from tests.unit.fakes import FakeStore
@@ -201,7 +202,7 @@ def test_frames_without_text_do_not_count_as_signs_of_life(store: FakeStore) -> 
 
 
 def test_the_place_in_the_queue(store: FakeStore) -> None:
-    store.places = [(3, 4.2), (3, 4.2), (2, None), (1, None)]
+    store.places = [Place(3, 4.2), Place(3, 4.2), Place(2), Place(1)]
     waits: list[Frame | None] = [None] * 4
     pieces = written(store, [*waits, *told("a")], Clock())
     assert [p for p in pieces if p.startswith(b":")] == [
@@ -209,14 +210,27 @@ def test_the_place_in_the_queue(store: FakeStore) -> None:
     ]  # fmt: skip
 
 
+def test_the_load_of_the_first_worker(store: FakeStore) -> None:
+    """Looked at more often than a place in a queue that moves."""
+    waiting, loading = Place(1, served=False), [Place(1, served=False, loading=percent) for percent in (0, 40, 40, 90)]
+    store.places = [waiting, *loading, Place(2)]
+    clock = Clock()
+    pieces = written(store, [*[None] * 5, *told("a")], clock)
+    assert [p for p in pieces if p.startswith(b":")] == [
+        *(b": queued position=1\n", b": loading 0 %\n", b": loading 40 %\n", b": loading 90 %\n"),
+        b": queued position=2\n",
+    ]
+    assert 2.5 <= clock() - 100 < 4
+
+
 def test_a_place_that_stays_is_said_again_as_keep_alive(store: FakeStore) -> None:
-    store.places = [(3, None)] * 20
+    store.places = [Place(3)] * 20
     pieces = written(store, [*[None] * 8, *told("a")], Clock())
     assert [p for p in pieces if p.startswith(b":")] == [b": queued position=3\n"] * 3
 
 
 def test_no_comments_if_switched_off(store: FakeStore, make_client: Callable[..., FlaskClient]) -> None:
-    store.places = [(3, None)] * 20
+    store.places = [Place(3)] * 20
     pieces = written(store, [None, None, *told("a")], Clock(), heartbeat=None)
     assert not [p for p in pieces if p.startswith(b":")]
     store.script = says(*told("a"))

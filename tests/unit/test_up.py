@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts import ports
+from scripts.scaling import Range
 from scripts.store import DataFolder
-from scripts.up import CannotStart, Options, _numbered, base_url, parse_workers, pools, up
+from scripts.up import CannotStart, Options, _workers, base_url, parse_workers, pools, up
 from shared.settings import Settings, WrongSettings, given
 from tests.stack import free_port
 from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
@@ -18,7 +19,7 @@ from workers.engines.llamacpp.carried import CARRIED_MODEL_ID
 
 @pytest.mark.parametrize(("text", "pair"), [("1:1", (1, 1)), ("0:4", (0, 4)), ("3", (3, 3)), ("0:0", (0, 0))])
 def test_workers(text: str, pair: tuple[int, int]) -> None:
-    assert parse_workers(text) == pair
+    assert parse_workers(text) == Range(*pair)
 
 
 @pytest.mark.parametrize("text", ["", "a", "2:1", "-1:1", "1:2:3", ":", "1:", "9999"])
@@ -42,7 +43,21 @@ def test_pools_get_their_models_and_aliases(tmp_path: Path) -> None:
         ("scripted", "scripted", ["s=scripted"]),
         ("llamacpp", "small", ["gpt-4=small"]),
     ]
-    assert [name for _, name in _numbered(made, 2)] == ["scripted-1", "scripted-2", "llamacpp-1", "llamacpp-2"]
+
+
+def test_each_pool_has_its_own_range_and_the_fewest_run_from_the_start() -> None:
+    options = Options(("scripted", "llamacpp", "scripted"), workers=(Range(0, 2), Range(1, 2), Range(0, 0)))
+    made = pools(options)
+    programs = [program for pool in _workers(made, Settings(), "redis://x") for program in pool]
+    assert [(p.name, p.wanted) for p in programs] == [
+        ("scripted-1", False),
+        ("scripted-2", False),
+        ("llamacpp-1", True),
+        ("llamacpp-2", False),
+    ]
+    assert [pool.workers for pool in pools(Options(("scripted", "llamacpp"), workers=(Range(0, 4),)))] == [
+        Range(0, 4)
+    ] * 2
 
 
 def test_an_alias_of_the_carried_model() -> None:
@@ -58,6 +73,7 @@ def test_an_alias_of_the_carried_model() -> None:
         (Options(("exllamav2",)), "needs --model"),
         (Options(("llamacpp",), ("/no/such/folder",)), "there is no /no/such/folder"),
         (Options(("scripted",), (), ("nonsense",)), "NAME=MODEL"),
+        (Options(("scripted",), workers=(Range(0, 1), Range(1, 2))), "--workers: 2 for 1 engines"),
         (Options(("scripted",), (), ("a=other",)), "no model other; it serves scripted"),
     ],
 )
@@ -124,7 +140,7 @@ def test_a_store_without_keys_is_not_served_to_everyone(tmp_path: Path) -> None:
     data.mkdir()
     with pytest.raises(CannotStart, match="sluice keys add"):
         up(
-            Options(("scripted",), min_workers=0, max_workers=0),
+            Options(("scripted",), workers=(Range(0, 0),)),
             Settings(host="0.0.0.0", port=free_port(), data_dir=data),
         )
     with DataFolder(data):  # nobody holds it any more

@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -200,6 +204,50 @@ def test_an_answer_that_drips_is_cut_off(receiver: ThreadingHTTPServer, monkeypa
     began = time.monotonic()
     with pytest.raises(NotDelivered):
         send(at(receiver, "/drip"), "evt_1", b"{}", SECRET, private=True)
+    assert time.monotonic() - began < 15, "it would go on for 30 s"
+
+
+def test_over_tls(receiver: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To who shows a certificate for the name that was asked for, and to nobody else."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl on PATH to make a certificate with")
+    words = "req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=here -addext"
+    command = [openssl, *words.split(), "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    receiver.socket = tls.wrap_socket(receiver.socket, server_side=True)
+    target = at(receiver, "/200")._replace(scheme="https")
+    with pytest.raises(NotDelivered, match="certificate verify failed"):
+        send(target, "evt_1", b"{}", SECRET, private=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    with pytest.raises(NotDelivered, match="certificate"):
+        send(target._replace(host="localhost"), "evt_1", b"{}", SECRET, private=True)
+    assert not Receiver.got
+    send(target, "evt_1", b"{}", SECRET, private=True)
+    assert len(Receiver.got) == 1
+
+
+def test_a_handshake_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of TLS: a record whose end never comes."""
+    monkeypatch.setattr(sending, "WHOLE", 0.5)
+
+    def drip(server: socket.socket) -> None:
+        client, _ = server.accept()
+        with client, contextlib.suppress(OSError):
+            client.sendall(b"\x16\x03\x03\x40\x00")
+            for _ in range(600):
+                client.sendall(b"\x00")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        target = parse(f"https://127.0.0.1:{server.getsockname()[1]}/")
+        assert target is not None
+        began = time.monotonic()
+        with pytest.raises(NotDelivered):
+            send(target, "evt_1", b"{}", SECRET, private=True)
     assert time.monotonic() - began < 15, "it would go on for 30 s"
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shared.errors import InvalidRequest
 from shared.settings import Settings
-from workers.engines.base import Engine
+from workers.engines.llamacpp.carried import CARRIED_MODEL_ID, find_carried_model
+
+if TYPE_CHECKING:  # the `sluice` command comes by here on machines without what engines need
+    from workers.engines.base import Engine
 
 
 def make(kind: str, model: str | None, settings: Settings) -> Engine:
@@ -15,13 +19,12 @@ def make(kind: str, model: str | None, settings: Settings) -> Engine:
 
     Engines are imported here and not before: each needs libraries that the others do without.
     Raises OSError or SluiceError for what is missing on this machine."""
-    path, model_id = split_model(model or "")
+    path, _ = split_model(model or "")
     if kind == "scripted":
         from workers.engines.scripted import ScriptedEngine
 
         return ScriptedEngine(lanes=settings.lanes or 64)
     if kind == "llamacpp":
-        from workers.engines.llamacpp.carried import CARRIED_MODEL_ID, find_carried_model
         from workers.engines.llamacpp.engine import LlamaCppEngine
         from workers.engines.llamacpp.options import LlamaCppOptions
 
@@ -31,8 +34,7 @@ def make(kind: str, model: str | None, settings: Settings) -> Engine:
                 f"no model: name one with --model FILE.gguf, or start with ./scripts/up, which fetches a small one into "
                 f"{settings.cache_dir}."
             )
-        name = model_id or (model_name(file) if path else CARRIED_MODEL_ID)
-        return LlamaCppEngine(LlamaCppOptions.from_settings(settings, file, name))
+        return LlamaCppEngine(LlamaCppOptions.from_settings(settings, file, served_id(kind, model)))
     if kind == "exllamav2":
         from workers.engines.exllamav2.engine import ExLlamaV2Engine
         from workers.engines.exllamav2.options import ExLlamaV2Options
@@ -40,8 +42,18 @@ def make(kind: str, model: str | None, settings: Settings) -> Engine:
         if not path:
             raise FileNotFoundError("no model: name a folder with an EXL2, GPTQ or FP16 model with --model DIR.")
         folder = Path(path)
-        return ExLlamaV2Engine(ExLlamaV2Options.from_settings(settings, folder, model_id or model_name(folder)))
+        return ExLlamaV2Engine(ExLlamaV2Options.from_settings(settings, folder, served_id(kind, model)))
     raise InvalidRequest(f"The engine {kind!r} is not built in yet.")
+
+
+def served_id(kind: str, model: str | None) -> str:
+    """The id under which `make` serves that model; "" if it would find none."""
+    if kind == "scripted":
+        return "scripted"
+    path, model_id = split_model(model or "")
+    if path:
+        return model_id or model_name(Path(path))
+    return CARRIED_MODEL_ID if kind == "llamacpp" else ""
 
 
 def split_model(model: str) -> tuple[str, str]:

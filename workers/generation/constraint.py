@@ -84,6 +84,15 @@ class Vocabulary:
             ),
         }
 
+        #: By digits, as bytes: all that does not begin with that one.
+        self.changes = {digit: self._mask(np.array([first != digit for first in firsts])) for digit in b"0123456789"}
+        #: What may begin another item of an array: outside of strings, and in them.
+        self.commas = [token for token, first in enumerate(firsts) if first >= 0 and b"," in pieces[token]]
+        self.closing_commas = [token for token in self.commas if b'"' in pieces[token]]
+        self.blanks = self._mask(
+            np.array([first >= 0 and not pieces[token].strip() for token, first in enumerate(firsts)])
+        )
+
     def _mask(self, allowed: npt.NDArray[np.bool_]) -> Mask:
         packed = np.zeros(self.words * 4, np.uint8)
         bits = np.packbits(allowed, bitorder="little")
@@ -183,6 +192,14 @@ class Grammars:
         return grammar
 
 
+def _is_in(mask: Mask, token: int) -> bool:
+    return bool(mask[token // 32] >> np.uint32(token % 32) & np.uint32(1))
+
+
+def _take_out(mask: Mask, token: int) -> None:
+    mask[token // 32] &= np.uint32(0xFFFF_FFFF ^ (1 << token % 32))
+
+
 #: What of the reasoning is still to come, and where the answer is, if it is JSON.
 _Place = tuple[_Lead | None, JsonWatch | None]
 
@@ -211,9 +228,21 @@ class State:
             lead, watch = self._place
             if lead is None and watch is not None and (full := watch.full) is not None:
                 ended = mask & self._vocabulary.enders[full]
+                if not ended.any() and watch.digit is not None:  # a digit over and over may never make it right
+                    ended = mask & self._vocabulary.changes[watch.digit]
                 mask = ended if ended.any() else mask
+            if lead is None and watch is not None and watch.tired is not None:
+                mask = self._without_repeats(mask, watch)
             self._mask = mask
         return self._mask
+
+    def _without_repeats(self, mask: Mask, watch: JsonWatch) -> Mask:
+        """Without the tokens that begin another item of the tired array, unless there has to be one."""
+        vocabulary, ended = self._vocabulary, mask.copy()
+        for token in vocabulary.commas if watch.string is None else vocabulary.closing_commas:
+            if _is_in(mask, token) and watch.repeats(vocabulary.pieces[token]):
+                _take_out(ended, token)
+        return ended if (ended & ~vocabulary.blanks).any() else mask
 
     def takes(self, token: int) -> bool:
         """Whether the text may go on with `token`, as far as the mask does not say: it might be a key's second time, or too
@@ -224,7 +253,7 @@ class State:
         """Takes it out of the mask. Raises StructuredOutputFailed when that leaves nothing, or after very many."""
         self._refused += 1
         mask = self.mask()
-        mask[token // 32] &= np.uint32(0xFFFF_FFFF ^ (1 << token % 32))
+        _take_out(mask, token)
         if self._refused > MOST_REFUSED or not mask.any():
             raise StructuredOutputFailed(
                 "The text cannot go on: a key would repeat, a number not end, or it would be nested too deep."

@@ -26,7 +26,7 @@ from workers.engines.llamacpp.binding import Library, LoadError
 from workers.engines.llamacpp.cells import Cells, Hold
 from workers.engines.llamacpp.context import MOST_LANES, SCORED_ROWS, Context
 from workers.engines.llamacpp.convert import fastest_form
-from workers.engines.llamacpp.lane import Lane
+from workers.engines.llamacpp.lane import EXACT_ROWS, Lane
 from workers.engines.llamacpp.model import Model, find_gguf, identity
 from workers.engines.llamacpp.options import LlamaCppOptions
 from workers.engines.llamacpp.prefixes import WORTH, FinishedSequences, Kept, common
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 #: A lane that was set aside comes back when this many cells are free for it and for each running lane, beyond
 #: what it needs: else it would be set aside again after a few tokens, and each return costs a prefill.
 RETURN_HEADROOM = 32
+#: Rows that prefill gets beside generating lanes, also if they are so many that the batch has more than EXACT_ROWS then.
+LEAST_PREFILL = 16
 #: Finished sequences are given up beyond this part of the cells, all but the newest. They could stay until somebody
 #: needs the cells, but llama.cpp looks at every cell up to the last one in use: 2,000 idle ones make a prefill of 500
 #: tokens a fifth slower with a 135M model (less with larger ones), 7,000 make a lone request decode a quarter slower.
@@ -76,6 +78,9 @@ class LlamaCppEngine(Engine):
     What a prompt has in common with a running or a finished sequence is not computed again: the new sequence shares
     those cells. One that begins like a prompt in prefill waits for it, and others may pass. Finished sequences stay
     in memory that nobody needs, and are given up before anything else has to give way.
+
+    A step decodes up to two batches: one whose rows are the same in any company, for texts, short prompts and scoring,
+    and one for what there is of longer prompts.
     """
 
     def __init__(self, options: LlamaCppOptions) -> None:
@@ -174,13 +179,14 @@ class LlamaCppEngine(Engine):
     def _step(self) -> list[Event]:
         events: list[Event] = []
         self._admit(events)
-        parts = self._compute(events)
-        if parts:
-            logits = self._context.logits()
-            row = 0
-            for part in parts:
-                self._advance(part, logits[row : row + part.rows], events)
-                row += part.rows
+        for exact in (True, False):
+            parts = self._compute(exact, events)
+            if parts:
+                logits = self._context.logits()
+                row = 0
+                for part in parts:
+                    self._advance(part, logits[row : row + part.rows], events)
+                    row += part.rows
         return events
 
     def stats(self) -> EngineStats:
@@ -302,11 +308,14 @@ class LlamaCppEngine(Engine):
         self._release(lane, keep=False)
         events.append(Failed(lane.id, error))
 
-    def _compute(self, events: list[Event]) -> list[_Part]:
-        """Decodes the next batch and returns what is in it, in its order; [] if there is nothing to decode."""
-        while self._running:
+    def _compute(self, exact: bool, events: list[Event]) -> list[_Part]:
+        """Decodes the next batch of the lanes that are `exact`, or of the others, and returns what is in it, in its
+        order; [] if there is nothing to decode."""
+        while any(lane.exact == exact for lane in self._running):
             self._grow()
-            parts = self._fill()
+            parts = self._fill(exact)
+            if not parts:
+                break
             code = self._decode()
             if code == 0:
                 return parts
@@ -343,17 +352,20 @@ class LlamaCppEngine(Engine):
                 if not self._cells.grow(lane.hold, 1) and not self._evict():
                     self._set_youngest_aside()
 
-    def _fill(self) -> list[_Part]:
+    def _fill(self, exact: bool) -> list[_Part]:
         """Fills the batch: a token for each generating lane, then pieces of prefill; in order of sequences, which
         keeps a lane's rows together."""
-        given = shares(
-            [lane.owed for lane in self._running],
-            batch=self._context.batch_limit,
-            chunk=self._options.prefill_chunk,
-        )
+        lanes = [lane for lane in self._running if lane.exact == exact]
+        generating = sum(lane.owed == 1 for lane in self._running)
+        limit, chunk = self._context.batch_limit, self._options.prefill_chunk
+        if exact:
+            limit = min(limit, max(EXACT_ROWS, generating + LEAST_PREFILL))
+        elif generating:
+            limit = min(limit, chunk)
+        given = shares([lane.owed for lane in lanes], batch=limit, chunk=chunk)
         parts = []
         scored_rows = SCORED_ROWS
-        for lane, count in zip(self._running, given, strict=True):
+        for lane, count in zip(lanes, given, strict=True):
             count = min(count, lane.most_tokens(scored_rows))
             if count:
                 parts.append(_Part(lane, count, lane.rows_wanted(count)))
