@@ -108,13 +108,13 @@ def create_app(
         files=files,
         file_records=FileRecords(store, files),
         batches=BatchRecords(store, settings.lease_s),
-        tracer=tracer,
         assets=assets,
         counts=counts,
         metrics=Metrics(store, gateway, counts),
         monitor=Monitor(store, gateway, counts),
         recent=recent,
         teller=teller,
+        tracer=tracer,
     )
     resources = (completions, chat, jobs, files_routes, batches, sockets, models, tokens, health, status, reference)
     for module in (*resources, metrics, monitor, pages_routes):

@@ -93,8 +93,8 @@ def _count(counts: Counts, response: Response) -> None:
     """For the metrics; how long it took, when the last byte is out."""
     endpoint = request.url_rule.rule if request.url_rule is not None else OTHER
     counts.add("http_requests", [endpoint, f"{response.status_code // 100}xx", g.get("model", "")])
-    duration, started = counts.histogram("http_request_duration", endpoint), visit().began
-    response.call_on_close(lambda: duration.observe(time.perf_counter() - started))
+    duration, began = counts.histogram("http_request_duration", endpoint), visit().began
+    response.call_on_close(lambda: duration.observe(time.perf_counter() - began))
 
 
 def asks_for(model: str) -> None:

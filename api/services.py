@@ -52,13 +52,13 @@ class Services:
     files: FileStore
     file_records: FileRecords
     batches: BatchRecords
-    tracer: Tracer
     assets: dict[str, Asset]
     counts: Counts
     metrics: Metrics
     monitor: Monitor
     recent: Recent
     teller: Teller | None
+    tracer: Tracer
 
     def close(self, *, left_behind: bool) -> None:
         """At the end of the process. `left_behind`: requests run on for clients that come back on another node, so

@@ -64,8 +64,8 @@ class Prepared:
             graces=parts.graces,
             holds=parts.constraints.holds,
             placement=self.placement,
-            relaying=visit().relaying,
             observer=Observer(parts.counts, job, self.began, follower=follower),
+            relaying=visit().relaying,
         )
         builder = exchange.builder
         self.admission.used = lambda: builder.tokens_used
@@ -87,8 +87,8 @@ def prepare(
     ignored = kind.fields.unknown(body)
     tell_ignored(ignored, strict=parts.settings.strict_fields)
     call, card, view, rooms, idle = check(parts, kind, body)
-    call = call.with_job(_traced(call.job))
     asks_for(card.id)
+    call = call.with_job(_traced(call.job))
     if idle is not None:
         tell_ignored([*ignored, idle])
     if rooms is not None and call.fit_from is not None and min(rooms) < call.fit_from:

@@ -36,7 +36,8 @@ LONGEST_WAIT = 60.0
 
 class Exchange:
     """Follows one job: a new one, to be submitted, or with `subscription` one that is in the store already, from
-    `cursor` on. `holds` says of finished texts whether they are what they were to be; `observer` measures, `relaying` begins a span, at the first frames. Then either `run` or `first_events` and `next_events`; `close` in any case."""
+    `cursor` on. `holds` says of finished texts whether they are what they were to be; `observer` measures. `relaying`
+    begins a span, at the first frames. Then either `run` or `first_events` and `next_events`; `close` in any case."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class Exchange:
         placement: Placement = Placement(),  # noqa: B008 - frozen
         subscription: Subscription | None = None,
         cursor: Cursor = BEGIN,
-        relaying: Callable[[], Span] = Span,
         observer: Observer | None = None,
+        relaying: Callable[[], Span] = Span,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.job = job
@@ -63,9 +64,9 @@ class Exchange:
         self._lifecycle = lifecycle
         self._graces = graces
         self._clock = clock
+        self._observer = observer
         self._relaying = relaying
         self._relay: Span | None = None
-        self._observer = observer
         self._inspector = Inspector(job, holds)
         self._behind = Behind(builder, cursor)
         self._reach_by = clock() + SHORT
@@ -131,10 +132,10 @@ class Exchange:
         if not self._behind.reached:
             timeout = max(0.0, min(timeout, self._reach_by - self._clock()))
         got = self._subscription.get(timeout)
-        if got is not None and self._relay is None:
-            self._relay = self._relaying()
         if got is not None and self._observer is not None:
             self._observer.feed(got[1], self._subscription.ready_at)
+        if got is not None and self._relay is None:
+            self._relay = self._relaying()
         new = None if got is None else self._inspected(*got)
         if not self._behind.reached and (self.builder.ended or self._clock() >= self._reach_by):
             raise LogLost("The store does not have what this client saw of the stream.")
@@ -202,10 +203,10 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        if self._relay is not None:
-            self._relay.end("" if self.builder.error is None else str(self.builder.error.error.get("code")))
         if self._observer is not None and self._followed:
             self._observer.close(self.builder)
+        if self._relay is not None:
+            self._relay.end("" if self.builder.error is None else str(self.builder.error.error.get("code")))
         self._lifecycle.unfollow(self)
         if self._left_behind:
             self._followed = False

@@ -363,7 +363,7 @@ local function finish(id, frame, by, status)
   R('XADD', log, int(a) .. '-' .. (s + 1), 'f', '[' .. frame .. ']')
   R('EXPIRE', log, math.min(whole(j[12], 300, 1, YEARS), fullness() > 0.6 and 60 or YEARS))
   -- Where its other keys belong something else may lie: it ends all the same.
-  if j[4] then redis.pcall('SREM', at_work(j[4]), id) end
+  if j[4] then pcall(R, 'SREM', at_work(j[4]), id) end
   if j[9] == 'queued' then pcall(unqueue, id, origin, j[4] or '', j[5], j[6], j[7]) end
   pcall(keep_pace, id, frame, now)
   pcall(settle_left, id, frame, j[16], j[17])

@@ -20,7 +20,7 @@ end
 tally('put_backs', known(job(id, 'model')[1]), 1)
 drop_execution(id, j.origin or '', j.exec, j.owner) -- of an older attempt, whose end the store has lost too
 j = named(id, 'home', 'fanout', 'origin', 'dl', 'log_ttl', 'result_ttl', 'model')
-if j.model then redis.pcall('SADD', at_work(j.model), id) end
+if j.model then pcall(R, 'SADD', at_work(j.model), id) end
 local now = clock()
 local left = math.max(1, math.ceil((whole(j.dl, now, 0, ATTEMPTS) - now) / 1000))
 for i = 7 + n, #ARGV, 2 do

@@ -60,7 +60,7 @@ if R('EXISTS', key) == 0 then
   R(ARGV[13] == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. origin, id)
   R('SADD', 'rq:queues', 'rq:queue:' .. origin)
   enter(model, class, tenant)
-  redis.pcall('SADD', at_work(model), id)
+  pcall(R, 'SADD', at_work(model), id)
   ring_bell(model)
 end
 if proc ~= '' and not job(id, 'terminal')[1] then R('SADD', P .. 'att:' .. proc, id) end

@@ -44,7 +44,7 @@ local function look(id, list, served, lost) -- served: by the list's own name; n
   end
   local late, since = whole(j.dl, now, -ATTEMPTS, ATTEMPTS) < now, whole(j.queued, now, 0, now)
   local model = j.model or string.sub(list, #'rq:queue:' + 1) -- RQ's own list has the model's name
-  if redis.pcall('SISMEMBER', P .. 'cards', model) == 1 then redis.pcall('SADD', at_work(model), id) end
+  if redis.pcall('SISMEMBER', P .. 'cards', model) == 1 then pcall(R, 'SADD', at_work(model), id) end
   if served == nil then
     served = live[model]
     since = math.max(since, alone[model] or 0)

@@ -95,7 +95,7 @@ local function give(id, put_back, room, score) -- false: it has to wait for lane
   pcall(account, id, j, score) -- something else may lie where its keys belong
   begin_execution(id, origin, A, w, now, left)
   R('HSET', P .. 'lanes:' .. w, id, A)
-  redis.pcall('SADD', at_work(model), id) -- one that RQ enqueued is not in it yet
+  pcall(R, 'SADD', at_work(model), id) -- one that RQ enqueued is not in it yet
   tell(id, j.home, j.fanout, a, s + 1, frame)
   suspect, seen = suspect or kills > 0, seen or kills + tries > 0
   free = free - needs

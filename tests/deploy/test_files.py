@@ -15,6 +15,7 @@ import typer
 import yaml
 
 from scripts.cli import app
+from shared import keys
 from shared.settings import Settings
 from tests.deploy import tools
 from tests.deploy.tools import COMPOSE, KUBERNETES, UNITS
@@ -45,7 +46,7 @@ def seconds(duration: str | int) -> int:
 
 def unknown_settings(names: set[str]) -> set[str]:
     """Of the variables those that look like a setting and are none."""
-    known = {f"SLUICE_{name.upper()}" for name in (*Settings.model_fields, "scales_from_zero")}
+    known = {f"SLUICE_{name.upper()}" for name in Settings.model_fields}
     return {name for name in names if name.startswith("SLUICE_")} - known
 
 
@@ -233,7 +234,7 @@ def test_keda_counts_the_requests_of_the_model_that_the_workers_have() -> None:
     [container] = worker["spec"]["template"]["spec"]["containers"]
     model = container["args"][container["args"].index("--model") + 1].rpartition("=")[2]
     [trigger] = scaled["triggers"]
-    assert trigger["metadata"]["listName"] == f"sluice:work:{model}"
+    assert trigger["metadata"]["listName"] == keys.work(model)
     assert json.loads(named("ConfigMap", "sluice")["data"]["SLUICE_SCALES_FROM_ZERO"]) == [model]
     assert (scaled["minReplicaCount"], trigger["metadata"]["activationListLength"]) == (0, "0")
     host, _, port = trigger["metadata"]["address"].partition(":")

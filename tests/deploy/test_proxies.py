@@ -24,7 +24,7 @@ from tests.stack import ANSWER_S, SCRIPTED, Client, Stack, body, endless, strict
 #: Pause between two tokens of a test's script, ms, and how many there are.
 DELAY_MS, COUNT = 100, 20
 #: nginx gives up an answer that says nothing for this long, s; the server speaks more often.
-READ_TIMEOUT_S, HEARTBEAT_S = 3, 0.5
+READ_TIMEOUT_S, HEARTBEAT_S = 2, 0.5
 
 
 class Proxied(Client):
@@ -106,7 +106,7 @@ def test_tokens_arrive_one_by_one(proxied: Proxied, request: pytest.FixtureReque
 
 def test_an_idle_stream_survives_by_keep_alives(proxied: Proxied, request: pytest.FixtureRequest) -> None:
     """It says nothing for longer than nginx waits; an answer that is not streamed has no keep-alives and shows that it does."""
-    silent = script("late", start_delay_ms=(READ_TIMEOUT_S + 2) * 1000)
+    silent = script("late", start_delay_ms=(READ_TIMEOUT_S + 1) * 1000)
     stream = proxied.stream(silent)
     assert (stream.text, stream.finish) == ("late", "stop")
     assert stream.times[0] > READ_TIMEOUT_S
@@ -139,7 +139,7 @@ def test_a_websocket_passes_and_an_idle_one_stays(proxied: Proxied) -> None:
     try:
         assert ask(script("one ", "two")) == "one two"
         # pings keep it open for longer than nginx waits
-        assert client.receive(READ_TIMEOUT_S + 2) is None
+        assert client.receive(READ_TIMEOUT_S + 1) is None
         assert ask(script("three")) == "three"
     finally:
         # its reading thread ends before its descriptor can be another connection's

@@ -98,6 +98,7 @@ def test_who_does_not_stream_waits_too(scaled: Scaled) -> None:
     assert answer.text == "whole"
 
 
+@pytest.mark.slow
 def test_background_work_wakes_a_worker(scaled: Scaled) -> None:
     asked = {"model": SCRIPTED, "prompt": script("l", "ate"), "background": True}
     answer = scaled.call("POST", "/v1/completions", asked)
@@ -105,11 +106,13 @@ def test_background_work_wakes_a_worker(scaled: Scaled) -> None:
     wait_for(lambda: scaled.job(answer.json["id"]).json["status"] == "completed", 60)
 
 
+@pytest.mark.slow
 def test_a_batch_wakes_a_worker(scaled: Scaled) -> None:
     batch = batches.ended(scaled, batches.started(scaled, batches.lines(3)))
     assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 3)
 
 
+@pytest.mark.slow
 def test_a_burst_brings_one_worker_after_the_other_and_they_go_again(scaled: Scaled) -> None:
     """Never more than the most are there, and none goes that has work."""
     set_load(scaled.data_dir, 0.2)
@@ -130,6 +133,7 @@ def test_a_burst_brings_one_worker_after_the_other_and_they_go_again(scaled: Sca
     assert scaled.log().count(GOES) == gone + 3
 
 
+@pytest.mark.slow
 def test_a_request_that_comes_while_the_last_worker_goes_is_served(scaled: Scaled) -> None:
     """By that one if it took it, else by the next; nobody is told of it."""
     for delay in (0.0, 0.05, 0.2):
@@ -151,6 +155,7 @@ def test_another_worker_is_started_for_one_that_is_killed_while_it_loads(scaled:
         assert (stream.text, stream.error) == ("ok", None)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_told_to_who_waits(scaled: Scaled) -> None:
     """Long before `cold_start_s`, and to who comes then at once; it is tried again for the next after a while."""
     set_load(scaled.data_dir, None)
@@ -169,6 +174,7 @@ def test_a_model_that_cannot_be_loaded_is_told_to_who_waits(scaled: Scaled) -> N
     wait_for(lambda: scaled.complete(script("mended")).status == 200, 60, every=0.5)
 
 
+@pytest.mark.slow
 def test_the_supervisor_s_death_takes_a_loading_worker_along(tmp_path: Path) -> None:
     set_load(tmp_path / "data", 0)
     with Scaled(tmp_path, options=("--workers", "0:1"), module="tests.scaling.cli", idle_s=0.5) as stack:
@@ -180,6 +186,7 @@ def test_the_supervisor_s_death_takes_a_loading_worker_along(tmp_path: Path) -> 
             wait_for(lambda: not stack.processes(), 10)
 
 
+@pytest.mark.slow
 def test_each_model_has_its_own_range(tmp_path: Path) -> None:
     """The real one comes for a client of its own, with a first token and no error, and the other stays as it is."""
     options = ("--workers", "1:1", "--workers", "0:1")
@@ -194,6 +201,7 @@ def test_each_model_has_its_own_range(tmp_path: Path) -> None:
         assert stack.complete(script("a")).text == "a"
 
 
+@pytest.mark.slow
 def test_a_second_start_knows_the_model_and_loads_nothing(tmp_path: Path) -> None:
     """Unless it is served otherwise than before: an alias, say."""
     options = ("--workers", "0:1")

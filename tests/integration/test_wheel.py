@@ -62,7 +62,7 @@ def test_it_says_what_it_is(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     text = archive.read(metadata).decode()
-    assert "\nName: sluice-server\n" in text and "\nRequires-Python: >=3.11,<3.15\n" in text
+    assert "\nName: sluice-server\n" in text and "\nRequires-Python: <3.15,>=3.11\n" in text
     assert 'Requires-Dist: exllamav2==0.3.2; extra == "gpu"' in text
     assert archive.read(metadata.replace("METADATA", "entry_points.txt")).decode().split() == [
         "[console_scripts]",
