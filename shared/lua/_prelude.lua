@@ -237,6 +237,11 @@ local function tokens_of(id, frame, needs) -- of the prompt and sampled, of a re
   return whole(prompt, 0, 0, 1e9), whole(completion, written, 0, 1e9)
 end
 
+local function tokens_in_all(id, frame, needs)
+  local prompt, completion = tokens_of(id, frame, needs)
+  return prompt + completion
+end
+
 local function keep_pace(id, frame, now) -- a request ends: what it took and was served, if a worker has had it
   local j = named(id, 'model', 'class', 'tenant', 'status', 'needs', 'taken', 'spent', 'charged')
   if not j.taken or not j.model then return end
@@ -270,7 +275,7 @@ end
 
 local function settle_left(id, frame, needs, left) -- what settle.lua has left to the end; left: out of the job's hash
   local key, limit, reserved = string.match(left or '', '^(%S+) (%d*) (%d+)$')
-  if key then settle(key, id, tonumber(limit), tonumber(reserved), tokens_of(id, frame, whole(needs, 1, 1, 1000000))) end
+  if key then settle(key, id, tonumber(limit), tonumber(reserved), tokens_in_all(id, frame, whole(needs, 1, 1, 1000000))) end
 end
 
 local function live_workers(model) -- their figures: lanes, free lanes, name; one that drains takes nothing

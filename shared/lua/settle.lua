@@ -10,7 +10,7 @@ if j.status and not j.terminal then
 end
 local frame = j.terminal and j['end'] or ''
 if frame ~= '' and (not used or string.find(frame, '"completion_tokens":', 1, true)) then
-  used = tokens_of(id, frame, whole(j.needs, 1, 1, 1000000))
+  used = tokens_in_all(id, frame, whole(j.needs, 1, 1, 1000000))
 end
 settle(key, id, limit, reserved, used or 0)
 return 1
