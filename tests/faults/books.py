@@ -63,6 +63,8 @@ STAY = (*STAY, "sluice:workers", "sluice:procs", "sluice:alive:", "sluice:lease:
 STAY = (*STAY, "sluice:tokenizer:", "sluice:bell:", "sluice:starter:", "sluice:sweep", "sluice:alone:")
 #: Figures and short notes of the admission.
 STAY = (*STAY, "sluice:served:", "sluice:pace:", "sluice:full", "sluice:yield:", "sluice:limit:", "sluice:idem:")
+#: What /metrics and /monitor count.
+STAY = (*STAY, "sluice:counts", "sluice:counted:", "sluice:lately:", "sluice:recent")
 
 
 def left_behind(store: Store) -> list[str]:
