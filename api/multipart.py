@@ -53,24 +53,30 @@ def read_form(
 
 
 def _with_whole_borders(pieces: Iterable[bytes], dividing: bytes) -> Iterator[bytes]:
-    """The same bytes, cut so that no piece ends behind a boundary but before the end of its line.
+    """The same bytes, cut so that no piece ends within a boundary, or behind it but before the end of its line.
 
     There the decoder takes the carriage return before the boundary for data (werkzeug 3.1.9,
     `_last_partial_boundary_index`)."""
     border, held = b"\r\n--" + dividing, b""
     for piece in pieces:
         held += piece
-        at = held.rfind(border)
-        if at >= 0 and b"\n" not in held[at + 2 : at + MAX_FIELD]:
-            ready, held = held[:at], held[at:]
-        else:
-            ready, held = held, b""
+        at = _open_border(held, border)
+        ready, held = held[:at], held[at:]
         if len(held) > MAX_FIELD:
             raise InvalidRequest("The form has a boundary whose line does not end.")
         if ready:
             yield ready
     if held:
         yield held
+
+
+def _open_border(data: bytes, border: bytes) -> int:
+    """Where the boundary begins whose line is not whole at the end of `data`; its length if there is none."""
+    at = data.rfind(border)
+    if at >= 0 and b"\n" not in data[at + 2 : at + MAX_FIELD]:
+        return at
+    at = data.rfind(b"\r", max(0, len(data) - len(border) + 1))
+    return at if at >= 0 and border.startswith(data[at:]) else len(data)
 
 
 class _Form:

@@ -416,7 +416,7 @@ def test_the_bytes_are_those_of_the_transcript(
     served: Stack, port: int, earlier: dict[bytes, bytes], name: str, update_golden: bool
 ) -> None:
     if name == "status":
-        wait_for(served.idle)
+        wait_for(lambda: served.idle() and all(w["free"] == w["lanes"] for w in served.status()["workers"]))
     with state_for(name, served):
         received = transcript(name, exchange(port, sent_for(name, earlier)))
     file = GOLDEN / f"{name}.txt"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from tests.conftest import ROOT, script, wait_for
 from tests.stack import SCRIPTED, Stack, endless
@@ -18,7 +19,9 @@ def started(stack: Stack, prompt: str) -> Iterator[subprocess.Popen[bytes]]:
     url = f"http://127.0.0.1:{stack.port}"
     command = [sys.executable, "-m", "scripts.cli", "complete", "--model", SCRIPTED, "--url", url]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+    # A shell starts what it runs in the background with interrupts ignored, and this may be run by one.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=heard) as process:
         assert process.stdin is not None
         process.stdin.write(prompt.encode())
         process.stdin.close()

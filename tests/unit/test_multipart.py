@@ -36,6 +36,7 @@ def read(raw: bytes, cuts: list[int] | None = None) -> tuple[dict[str, str], str
     st.booleans(),
 )
 @example(b"\0" * 50, [196], False)  # behind a boundary, before the end of its line
+@example(b"\0\0", [148, 1965], False)  # the same, and within the boundary
 def test_however_it_arrives(content: bytes, cuts: list[int], last: bool) -> None:
     if b"\r\n--XyZ" in b"\r\n" + content:  # the sender would have chosen another boundary
         return
