@@ -67,8 +67,10 @@ def test_how_many_calls() -> None:
     assert not meets(plan(of_calls(Calls("llama", FUNCTIONS))).grammar, "\n".join([written("llama", "f_2", "{}")] * 2))
 
 
+#: In the strings of a grammar DEL is escaped, which JSON does not ask for.
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=12)
 ARGUMENTS = st.one_of(
-    st.tuples(st.just("get-weather"), st.builds(lambda city: {"city": city}, st.text(max_size=12))),
+    st.tuples(st.just("get-weather"), st.builds(lambda city: {"city": city}, TEXTS)),
     st.tuples(st.just("f_2"), st.builds(lambda days: {"days": days}, st.integers(-(10**9), 10**9))),
 )
 
